@@ -1,0 +1,7 @@
+//! A caching allocator for GPU memory.
+
+#![cfg_attr(not(feature = "cuda"), forbid(unsafe_code))]
+#![cfg_attr(feature = "cuda", deny(unsafe_code))]
+
+pub mod driver;
+pub mod id;
