@@ -1,0 +1,85 @@
+//! Where memory comes from: spans of contiguous addresses, each cut into blocks.
+//!
+//! A [`Segment`] is one driver allocation, all of it memory from first to last (torch's default). A [`Range`] is
+//! addresses set aside, with physical handles mapped where they are needed (torch's expandable segments). Which of the
+//! two a device uses is chosen once, when the device is first used.
+
+pub(crate) mod paged;
+pub(crate) mod segments;
+
+use std::ops::{Index, IndexMut};
+
+use crate::{id::PhysicalHandle, pool_set::PoolIx};
+
+/// A span's place in the [`SpanTable`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct SpanIx(pub(crate) u32);
+
+/// Contiguous addresses that the blocks of one pool lie in.
+#[derive(Debug)]
+pub(crate) struct Span {
+    pub(crate) base: u64,
+    pub(crate) size: u64,
+    pub(crate) pool: PoolIx,
+    pub(crate) kind: SpanKind,
+}
+
+/// What stands behind a span's addresses.
+#[derive(Debug)]
+pub(crate) enum SpanKind {
+    /// Memory, from first to last.
+    Segment,
+    /// Handles of `handle_size` bytes, where there are any: slot `i` is at `base + i * handle_size`.
+    Range {
+        /// A multiple of the driver's granularity.
+        handle_size: u64,
+        /// As many as were ever mapped; those beyond are empty.
+        slots: Vec<Option<PhysicalHandle>>,
+    },
+}
+
+/// All spans of a device.
+#[derive(Debug, Default)]
+pub(crate) struct SpanTable {
+    spans: Vec<Option<Span>>,
+}
+
+impl SpanTable {
+    pub(crate) fn insert(&mut self, span: Span) -> SpanIx {
+        let index = self.spans.iter().position(Option::is_none).unwrap_or_else(|| {
+            self.spans.push(None);
+            self.spans.len() - 1
+        });
+        self.spans[index] = Some(span);
+        SpanIx(index as u32)
+    }
+
+    pub(crate) fn remove(&mut self, span: SpanIx) {
+        self.spans[span.0 as usize] = None;
+    }
+
+    /// The spans there are, in address order.
+    pub(crate) fn by_address(&self) -> Vec<SpanIx> {
+        let mut ids: Vec<SpanIx> = self.ids().collect();
+        ids.sort_by_key(|span| self[*span].base);
+        ids
+    }
+
+    pub(crate) fn ids(&self) -> impl Iterator<Item = SpanIx> + '_ {
+        (0..self.spans.len()).filter(|index| self.spans[*index].is_some()).map(|index| SpanIx(index as u32))
+    }
+}
+
+impl Index<SpanIx> for SpanTable {
+    type Output = Span;
+
+    fn index(&self, span: SpanIx) -> &Span {
+        self.spans[span.0 as usize].as_ref().expect("a span outlives its blocks")
+    }
+}
+
+impl IndexMut<SpanIx> for SpanTable {
+    fn index_mut(&mut self, span: SpanIx) -> &mut Span {
+        self.spans[span.0 as usize].as_mut().expect("a span outlives its blocks")
+    }
+}

@@ -1,0 +1,408 @@
+//! Streams, their epochs, and the events that prove an epoch over.
+//!
+//! Each stream counts *epochs*. What the program frees belongs to the open epoch. Closing an epoch records one event,
+//! which comes after all work that the stream was given before, so that one event answers for any number of frees.
+//! Epochs end in order: once the event of epoch 5 is done, epochs 1 to 5 are over, whether they had events or not.
+//!
+//! Each stream has its own queue of closed epochs and of blocks that wait for one, so a slow stream never holds up the
+//! blocks of another. This module decides what to record, query or wait for; it calls no driver itself.
+
+use std::collections::VecDeque;
+
+use crate::{
+    block::BlockId,
+    id::{DeviceId, Event, Stream, StreamHandle},
+    last_use::Epoch,
+    size::MIB,
+};
+
+/// An epoch is closed without being asked for once this many frees wait for it: an event then frees what is done soon,
+/// not what was done when somebody ran out of memory.
+const CLOSE_AFTER_FREES: u32 = 16;
+/// The same, in bytes.
+const CLOSE_AFTER_BYTES: u64 = MIB;
+/// But never with more than this many events queued on the stream already.
+const EVENTS_QUEUED_MAX: usize = 64;
+/// Events of one stream that one poll asks about at most.
+const QUERIES_PER_STREAM: usize = 8;
+
+/// A stream's place in the [`StreamTable`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct StreamIx(pub(crate) u32);
+
+impl StreamIx {
+    pub(crate) fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// What makes two calls speak of one stream: the words in which they name it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct StreamKey {
+    pub(crate) handle: StreamHandle,
+    /// For the default streams, the device of the call, which is theirs too; for others the device of the state.
+    pub(crate) device: DeviceId,
+    /// The calling thread, for the per-thread default stream, else 0.
+    pub(crate) thread: u64,
+}
+
+/// One stream. At any moment `done ≤ recorded < open`.
+#[derive(Debug)]
+struct StreamState {
+    key: StreamKey,
+    /// The stream itself, with the device that it belongs to, which may be another one than the state's.
+    target: Stream,
+    /// Whether the program said that the stream is gone: its handle then names another stream.
+    retired: bool,
+    /// The epoch that frees belong to now.
+    open: Epoch,
+    /// The last epoch that an event, or a device synchronise, answers for.
+    recorded: Epoch,
+    /// The last epoch that is known to be over.
+    done: Epoch,
+    /// Events of epochs not known to be over, oldest first.
+    closed: VecDeque<(Epoch, Event)>,
+    /// Blocks that wait for this stream, oldest epoch first.
+    waiting: VecDeque<(Epoch, BlockId)>,
+    /// Frees that wait for the open epoch.
+    open_frees: u32,
+    /// Their bytes.
+    open_bytes: u64,
+}
+
+/// An epoch to be closed: record an event on `target`, unless that stream is capturing.
+#[derive(Debug)]
+pub(crate) struct Closing {
+    pub(crate) stream: StreamIx,
+    pub(crate) target: Stream,
+    pub(crate) epoch: Epoch,
+    /// An event to use; `None` if one has to be created.
+    pub(crate) event: Option<Event>,
+}
+
+/// What came of a [`Closing`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Closed {
+    /// The event stands at the end of the stream's queue.
+    Recorded(Event),
+    /// Nothing was recorded, since the stream is capturing.
+    Capturing,
+    /// The stream is gone, and the device was synchronised instead.
+    Synchronized,
+    /// Nothing was recorded. A later event will answer for this epoch too.
+    Failed,
+}
+
+/// A closed epoch and its event, to be asked about or waited for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Mark {
+    pub(crate) stream: StreamIx,
+    pub(crate) device: DeviceId,
+    pub(crate) epoch: Epoch,
+    pub(crate) event: Event,
+}
+
+/// All streams that a device's memory was used on, of other devices too.
+#[derive(Debug, Default)]
+pub(crate) struct StreamTable {
+    streams: Vec<StreamState>,
+    /// The stream of the last call, which is nearly always that of the next.
+    recent: usize,
+    /// Events that nobody needs now, with the device whose context they live in.
+    idle: Vec<(DeviceId, Event)>,
+    /// Events that some thread waits for on the host: not to be recorded again before it is back.
+    awaited: Vec<Awaited>,
+}
+
+#[derive(Debug)]
+struct Awaited {
+    event: Event,
+    threads: u32,
+    /// Whether the epoch is over, and only the waiting threads keep the event from being idle.
+    retired: bool,
+}
+
+impl StreamTable {
+    pub(crate) fn find(&mut self, key: StreamKey) -> Option<StreamIx> {
+        let is_it = |state: &StreamState| state.key == key && !state.retired;
+        if !self.streams.get(self.recent).is_some_and(is_it) {
+            self.recent = self.streams.iter().position(is_it)?;
+        }
+        Some(StreamIx(self.recent as u32))
+    }
+
+    pub(crate) fn add(&mut self, key: StreamKey, target: Stream) -> StreamIx {
+        self.streams.push(StreamState {
+            key,
+            target,
+            retired: false,
+            open: 1,
+            recorded: 0,
+            done: 0,
+            closed: VecDeque::new(),
+            waiting: VecDeque::new(),
+            open_frees: 0,
+            open_bytes: 0,
+        });
+        StreamIx(self.streams.len() as u32 - 1)
+    }
+
+    pub(crate) fn ids(&self) -> impl Iterator<Item = StreamIx> + use<> {
+        (0..self.streams.len() as u32).map(StreamIx)
+    }
+
+    /// The stream itself.
+    pub(crate) fn target(&self, stream: StreamIx) -> Stream {
+        self.state(stream).target
+    }
+
+    pub(crate) fn open_epoch(&self, stream: StreamIx) -> Epoch {
+        self.state(stream).open
+    }
+
+    pub(crate) fn is_done(&self, stream: StreamIx, epoch: Epoch) -> bool {
+        epoch <= self.state(stream).done
+    }
+
+    /// The handle of a stream that the program destroyed may come back for another one.
+    pub(crate) fn retire(&mut self, stream: StreamIx) {
+        self.state_mut(stream).retired = true;
+    }
+
+    /// Lets a block of `size` bytes wait for `stream`'s open epoch. Returns whether that epoch should be closed now.
+    pub(crate) fn wait_for_open(&mut self, stream: StreamIx, block: BlockId, size: u64) -> bool {
+        let state = self.state_mut(stream);
+        state.waiting.push_back((state.open, block));
+        state.open_frees += 1;
+        state.open_bytes += size;
+        let due = state.open_frees >= CLOSE_AFTER_FREES || state.open_bytes >= CLOSE_AFTER_BYTES;
+        due && state.closed.len() < EVENTS_QUEUED_MAX
+    }
+
+    /// Blocks that wait for `stream`, with their epochs, oldest first.
+    pub(crate) fn waiting(&self, stream: StreamIx) -> impl Iterator<Item = (Epoch, BlockId)> + '_ {
+        self.state(stream).waiting.iter().copied()
+    }
+
+    /// The blocks that wait for `stream` and that no event answers for yet.
+    pub(crate) fn unanswered(&self, stream: StreamIx) -> impl Iterator<Item = BlockId> + '_ {
+        let state = self.state(stream);
+        state.waiting.iter().rev().take_while(|(epoch, _)| *epoch > state.recorded).map(|(_, block)| *block)
+    }
+
+    /// Starts to close the open epoch of `stream`, if no event answers for `epoch` yet.
+    pub(crate) fn begin_close(&mut self, stream: StreamIx, epoch: Epoch) -> Option<Closing> {
+        let state = &mut self.streams[stream.index()];
+        if epoch <= state.recorded {
+            return None;
+        }
+        let closing = state.open;
+        state.open += 1;
+        state.open_frees = 0;
+        state.open_bytes = 0;
+        let target = state.target;
+        let idle = self.idle.iter().rposition(|(device, _)| *device == target.device);
+        let event = idle.map(|position| self.idle.swap_remove(position).1);
+        Some(Closing { stream, target, epoch: closing, event })
+    }
+
+    /// Takes note of what came of a closing. `spare` is an event that was not used.
+    pub(crate) fn commit_close(&mut self, closing: &Closing, outcome: Closed, spare: Option<Event>) {
+        if let Some(event) = spare {
+            self.idle.push((closing.target.device, event));
+        }
+        let state = self.state_mut(closing.stream);
+        match outcome {
+            Closed::Recorded(event) => {
+                state.recorded = state.recorded.max(closing.epoch);
+                // Two threads may close two epochs at once, and the later one may come back first.
+                let position = state.closed.partition_point(|(epoch, _)| *epoch < closing.epoch);
+                state.closed.insert(position, (closing.epoch, event));
+            }
+            Closed::Synchronized => self.finish(closing.stream, closing.epoch),
+            Closed::Capturing | Closed::Failed => {}
+        }
+    }
+
+    /// The oldest marks of each stream, for a poll.
+    pub(crate) fn oldest_marks(&self) -> Vec<Mark> {
+        self.ids().flat_map(|stream| self.marks(stream).take(QUERIES_PER_STREAM)).collect()
+    }
+
+    /// The newest mark of each stream, for a wait; the threads that wait must say when they are back.
+    pub(crate) fn await_newest_marks(&mut self) -> Vec<Mark> {
+        let marks: Vec<Mark> = self.ids().filter_map(|stream| self.marks(stream).last()).collect();
+        for mark in &marks {
+            match self.awaited.iter_mut().find(|awaited| awaited.event == mark.event) {
+                Some(awaited) => awaited.threads += 1,
+                None => self.awaited.push(Awaited { event: mark.event, threads: 1, retired: false }),
+            }
+        }
+        marks
+    }
+
+    /// A thread no longer waits for this mark.
+    pub(crate) fn end_wait(&mut self, mark: &Mark) {
+        let position = self.awaited.iter().position(|awaited| awaited.event == mark.event);
+        let position = position.expect("a wait ends once");
+        self.awaited[position].threads -= 1;
+        if self.awaited[position].threads == 0 && self.awaited.swap_remove(position).retired {
+            self.idle.push((mark.device, mark.event));
+        }
+    }
+
+    /// All work of `stream` up to and including `epoch` is known to have ended.
+    pub(crate) fn finish(&mut self, stream: StreamIx, epoch: Epoch) {
+        let state = &mut self.streams[stream.index()];
+        state.done = state.done.max(epoch);
+        state.recorded = state.recorded.max(epoch);
+        let device = state.target.device;
+        while let Some((_, event)) = state.closed.pop_front_if(|(closed, _)| *closed <= epoch) {
+            match self.awaited.iter_mut().find(|awaited| awaited.event == event) {
+                Some(awaited) => awaited.retired = true,
+                None => self.idle.push((device, event)),
+            }
+        }
+    }
+
+    /// Takes the next block whose wait for `stream` is over.
+    pub(crate) fn next_released(&mut self, stream: StreamIx) -> Option<BlockId> {
+        let state = self.state_mut(stream);
+        let done = state.done;
+        state.waiting.pop_front_if(|(epoch, _)| *epoch <= done).map(|(_, block)| block)
+    }
+
+    /// Starts a new epoch on every stream, for a device synchronise: what it will prove.
+    pub(crate) fn begin_synchronize(&mut self) -> Vec<(StreamIx, Epoch)> {
+        self.ids()
+            .map(|stream| {
+                let state = self.state_mut(stream);
+                state.open += 1;
+                (stream, state.open - 1)
+            })
+            .collect()
+    }
+
+    /// Takes all events that nobody needs, to be destroyed.
+    pub(crate) fn take_idle_events(&mut self) -> Vec<(DeviceId, Event)> {
+        std::mem::take(&mut self.idle)
+    }
+
+    fn marks(&self, stream: StreamIx) -> impl DoubleEndedIterator<Item = Mark> + '_ {
+        let state = self.state(stream);
+        let device = state.target.device;
+        state.closed.iter().map(move |(epoch, event)| Mark { stream, device, epoch: *epoch, event: *event })
+    }
+
+    fn state(&self, stream: StreamIx) -> &StreamState {
+        &self.streams[stream.index()]
+    }
+
+    fn state_mut(&mut self, stream: StreamIx) -> &mut StreamState {
+        &mut self.streams[stream.index()]
+    }
+
+    /// The invariants that this module owns; the scan in [`check`](crate::check) calls it.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        for (index, state) in self.streams.iter().enumerate() {
+            if !(state.done <= state.recorded && state.recorded < state.open) {
+                return Err(format!(
+                    "stream {index}: done {} recorded {} open {}",
+                    state.done, state.recorded, state.open
+                ));
+            }
+            if !state.closed.iter().is_sorted() || state.closed.front().is_some_and(|(epoch, _)| *epoch <= state.done) {
+                return Err(format!("stream {index}: closed epochs out of order"));
+            }
+            if !state.waiting.iter().map(|(epoch, _)| epoch).is_sorted() {
+                return Err(format!("stream {index}: waiting blocks out of order"));
+            }
+            if state.waiting.front().is_some_and(|(epoch, _)| *epoch <= state.done) {
+                return Err(format!("stream {index}: a block waits for an epoch that is over"));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STREAM: Stream = Stream { device: DeviceId(0), handle: StreamHandle(16) };
+    const KEY: StreamKey = StreamKey { handle: STREAM.handle, device: STREAM.device, thread: 0 };
+
+    fn table() -> (StreamTable, StreamIx) {
+        let mut table = StreamTable::default();
+        let stream = table.add(KEY, STREAM);
+        (table, stream)
+    }
+
+    fn block(number: usize) -> BlockId {
+        BlockId::from_index(number)
+    }
+
+    #[test]
+    fn one_event_answers_for_all_frees_before_it() {
+        let (mut table, stream) = table();
+        table.wait_for_open(stream, block(1), 512);
+        table.wait_for_open(stream, block(2), 512);
+        let closing = table.begin_close(stream, 1).expect("no event yet");
+        table.commit_close(&closing, Closed::Recorded(Event(9)), None);
+        table.wait_for_open(stream, block(3), 512);
+        table.finish(stream, closing.epoch);
+        let released: Vec<_> = std::iter::from_fn(|| table.next_released(stream)).collect();
+        assert_eq!(released, [block(1), block(2)]);
+        table.check().expect("consistent");
+    }
+
+    #[test]
+    fn failed_record_leaves_its_frees_to_the_next_event() {
+        let (mut table, stream) = table();
+        table.wait_for_open(stream, block(1), 512);
+        let closing = table.begin_close(stream, 1).expect("no event yet");
+        table.commit_close(&closing, Closed::Failed, Some(Event(4)));
+        assert_eq!(table.unanswered(stream).collect::<Vec<_>>(), [block(1)]);
+        let closing = table.begin_close(stream, 1).expect("still no event");
+        assert_eq!(closing.event, Some(Event(4)));
+        table.commit_close(&closing, Closed::Recorded(Event(4)), None);
+        table.finish(stream, closing.epoch);
+        assert_eq!(table.next_released(stream), Some(block(1)));
+    }
+
+    #[test]
+    fn event_that_a_thread_waits_for_is_not_recycled_under_it() {
+        let (mut table, stream) = table();
+        table.wait_for_open(stream, block(1), 512);
+        let closing = table.begin_close(stream, 1).expect("no event yet");
+        table.commit_close(&closing, Closed::Recorded(Event(9)), None);
+        let marks = table.await_newest_marks();
+        table.finish(stream, closing.epoch);
+        assert_eq!(table.take_idle_events(), []);
+        table.end_wait(&marks[0]);
+        assert_eq!(table.take_idle_events(), [(DeviceId(0), Event(9))]);
+    }
+
+    #[test]
+    fn epochs_closed_at_once_may_come_back_in_any_order() {
+        let (mut table, stream) = table();
+        table.wait_for_open(stream, block(1), 512);
+        let first = table.begin_close(stream, 1).expect("no event yet");
+        table.wait_for_open(stream, block(2), 512);
+        let second = table.begin_close(stream, 2).expect("no event yet");
+        table.commit_close(&second, Closed::Recorded(Event(2)), None);
+        table.commit_close(&first, Closed::Recorded(Event(1)), None);
+        table.check().expect("sorted again");
+        table.finish(stream, second.epoch);
+        assert_eq!(table.take_idle_events().len(), 2);
+    }
+
+    #[test]
+    fn retired_handle_names_a_new_stream() {
+        let (mut table, stream) = table();
+        table.retire(stream);
+        assert_eq!(table.find(KEY), None);
+        let successor = table.add(KEY, STREAM);
+        assert_eq!(table.find(KEY), Some(successor));
+    }
+}

@@ -1,0 +1,269 @@
+//! An ordered set of free blocks, in which the best fit is found in a few steps.
+//!
+//! Order is by size, then by address: the best fit is the smallest block that is large enough and, among equals, the
+//! one with the lowest address. Sizes are counted in units of 512 bytes and sorted into classes, 32 to each power of
+//! two; a bitmap says which classes hold anything. Within a class the blocks stand in order, so the answer is exact:
+//! a class never gives a block that another order would have refused.
+
+use crate::{block::BlockId, size::BLOCK_GRANULARITY};
+
+/// Classes to each power of two.
+const CLASSES_PER_OCTAVE: usize = 32;
+/// `log2(CLASSES_PER_OCTAVE)`: sizes below this power of two, in units, have classes of their own.
+const OCTAVE_BITS: u32 = CLASSES_PER_OCTAVE.trailing_zeros();
+/// Enough for sizes of up to 2⁶³ bytes.
+const OCTAVES: usize = 64 - BLOCK_GRANULARITY.trailing_zeros() as usize - OCTAVE_BITS as usize + 1;
+/// Entries that one run of a class holds before it is cut in two, so that an insertion moves at most this many.
+const RUN_LENGTH: usize = 128;
+
+/// A free block as the index sees it. The order of the fields is the order of the set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct FreeBlock {
+    pub(crate) size: u64,
+    pub(crate) address: u64,
+    pub(crate) id: BlockId,
+}
+
+/// See the [module](self).
+#[derive(Debug)]
+pub(crate) struct FreeIndex {
+    /// Bit `o` is set when octave `o` holds a block.
+    octaves: u64,
+    /// Bit `c` of word `o` is set when class `c` of octave `o` holds a block.
+    classes: [u32; OCTAVES],
+    /// The blocks of each class, in order.
+    buckets: Vec<Bucket>,
+    len: usize,
+}
+
+impl Default for FreeIndex {
+    fn default() -> Self {
+        Self { octaves: 0, classes: [0; OCTAVES], buckets: Vec::new(), len: 0 }
+    }
+}
+
+impl FreeIndex {
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(crate) fn insert(&mut self, block: FreeBlock) {
+        let class = class_of(block.size);
+        if class >= self.buckets.len() {
+            self.buckets.resize_with(class + 1, Bucket::default);
+        }
+        self.buckets[class].insert(block);
+        self.octaves |= 1 << (class / CLASSES_PER_OCTAVE);
+        self.classes[class / CLASSES_PER_OCTAVE] |= 1 << (class % CLASSES_PER_OCTAVE);
+        self.len += 1;
+    }
+
+    /// Takes a block out that is in the set.
+    pub(crate) fn remove(&mut self, block: FreeBlock) {
+        let class = class_of(block.size);
+        let bucket = &mut self.buckets[class];
+        bucket.remove(block);
+        if bucket.is_empty() {
+            let octave = class / CLASSES_PER_OCTAVE;
+            self.classes[octave] &= !(1 << (class % CLASSES_PER_OCTAVE));
+            if self.classes[octave] == 0 {
+                self.octaves &= !(1 << octave);
+            }
+        }
+        self.len -= 1;
+    }
+
+    /// The smallest block of at least `size` bytes, and of those the one with the lowest address.
+    pub(crate) fn best_fit(&self, size: u64) -> Option<FreeBlock> {
+        let class = class_of(size);
+        let own = self.buckets.get(class).and_then(|bucket| bucket.first_where(|block| block.size >= size));
+        own.or_else(|| self.first_from_class(class + 1))
+    }
+
+    /// The block that follows `block` in the order of the set.
+    pub(crate) fn after(&self, block: FreeBlock) -> Option<FreeBlock> {
+        let class = class_of(block.size);
+        let own = self.buckets.get(class).and_then(|bucket| bucket.first_where(|other| *other > block));
+        own.or_else(|| self.first_from_class(class + 1))
+    }
+
+    /// The largest block, and of those the one with the highest address.
+    pub(crate) fn largest(&self) -> Option<FreeBlock> {
+        let octave = self.octaves.checked_ilog2()? as usize;
+        let class = self.classes[octave].ilog2() as usize;
+        self.buckets[octave * CLASSES_PER_OCTAVE + class].last()
+    }
+
+    pub(crate) fn contains(&self, block: FreeBlock) -> bool {
+        self.buckets.get(class_of(block.size)).and_then(|bucket| bucket.first_where(|other| *other >= block))
+            == Some(block)
+    }
+
+    /// All blocks, in order.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = FreeBlock> + '_ {
+        self.buckets.iter().flat_map(Bucket::iter)
+    }
+
+    /// The first block of the first class from `class` on that holds one.
+    fn first_from_class(&self, class: usize) -> Option<FreeBlock> {
+        let octave = class / CLASSES_PER_OCTAVE;
+        if octave >= OCTAVES {
+            return None;
+        }
+        let here = self.classes[octave] & (u32::MAX << (class % CLASSES_PER_OCTAVE));
+        let (octave, word) = if here != 0 {
+            (octave, here)
+        } else {
+            let above = self.octaves & u64::MAX.checked_shl(octave as u32 + 1).unwrap_or(0);
+            if above == 0 {
+                return None;
+            }
+            let octave = above.trailing_zeros() as usize;
+            (octave, self.classes[octave])
+        };
+        self.buckets[octave * CLASSES_PER_OCTAVE + word.trailing_zeros() as usize].first()
+    }
+}
+
+/// The class of a size: its value in units below 32, else its power of two and the next five bits.
+fn class_of(size: u64) -> usize {
+    let units = size / BLOCK_GRANULARITY;
+    let exponent = units.max(1).ilog2();
+    if exponent < OCTAVE_BITS {
+        units as usize
+    } else {
+        let octave = (exponent - OCTAVE_BITS + 1) as usize;
+        let within = (units >> (exponent - OCTAVE_BITS)) as usize % CLASSES_PER_OCTAVE;
+        octave * CLASSES_PER_OCTAVE + within
+    }
+}
+
+/// The blocks of one class in order, cut into runs so that no insertion moves more than one run.
+#[derive(Debug, Default)]
+struct Bucket {
+    /// The first run, which is nearly always the only one. Empty only if the bucket is.
+    head: Vec<FreeBlock>,
+    /// The others, none of them empty, in order.
+    tail: Vec<Vec<FreeBlock>>,
+}
+
+impl Bucket {
+    fn is_empty(&self) -> bool {
+        self.head.is_empty()
+    }
+
+    fn first(&self) -> Option<FreeBlock> {
+        self.head.first().copied()
+    }
+
+    fn last(&self) -> Option<FreeBlock> {
+        self.tail.last().unwrap_or(&self.head).last().copied()
+    }
+
+    fn iter(&self) -> impl Iterator<Item = FreeBlock> + '_ {
+        self.head.iter().chain(self.tail.iter().flatten()).copied()
+    }
+
+    /// The first block for which `is_reached` holds, given that it holds for all after it.
+    fn first_where(&self, is_reached: impl Fn(&FreeBlock) -> bool) -> Option<FreeBlock> {
+        let in_run = |run: &Vec<FreeBlock>| run.get(run.partition_point(|block| !is_reached(block))).copied();
+        in_run(&self.head).or_else(|| {
+            let run = self.tail.partition_point(|run| run.last().is_some_and(|block| !is_reached(block)));
+            self.tail.get(run).and_then(in_run)
+        })
+    }
+
+    fn insert(&mut self, block: FreeBlock) {
+        let number = self.run_of(block);
+        let run = self.run_mut(number);
+        let position = run.partition_point(|other| *other < block);
+        run.insert(position, block);
+        if run.len() > RUN_LENGTH {
+            let upper = run.split_off(RUN_LENGTH / 2);
+            self.tail.insert(number, upper);
+        }
+    }
+
+    fn remove(&mut self, block: FreeBlock) {
+        let number = self.run_of(block);
+        let run = self.run_mut(number);
+        let position = run.binary_search(&block).expect("the block is in the index");
+        run.remove(position);
+        if run.is_empty() && !self.tail.is_empty() {
+            if number == 0 {
+                self.head = self.tail.remove(0);
+            } else {
+                self.tail.remove(number - 1);
+            }
+        }
+    }
+
+    /// The number of the run that `block` belongs into: 0 for the head.
+    fn run_of(&self, block: FreeBlock) -> usize {
+        self.tail.partition_point(|run| run.first().is_some_and(|first| *first <= block))
+    }
+
+    fn run_mut(&mut self, number: usize) -> &mut Vec<FreeBlock> {
+        if number == 0 { &mut self.head } else { &mut self.tail[number - 1] }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    fn block(size: u64, address: u64) -> FreeBlock {
+        FreeBlock { size, address, id: BlockId::from_index(address as usize / 512) }
+    }
+
+    #[test]
+    fn best_fit_is_the_smallest_then_the_lowest() {
+        let mut index = FreeIndex::default();
+        for entry in [block(4096, 8192), block(4096, 512), block(1024, 1 << 20), block(1 << 30, 0)] {
+            index.insert(entry);
+        }
+        assert_eq!(index.best_fit(2048), Some(block(4096, 512)));
+        assert_eq!(index.best_fit(4608), Some(block(1 << 30, 0)));
+        assert_eq!(index.best_fit((1 << 30) + 512), None);
+        assert_eq!(index.largest(), Some(block(1 << 30, 0)));
+    }
+
+    #[test]
+    fn classes_are_ordered_as_sizes_are() {
+        let mut previous = 0;
+        for units in 1..100_000 {
+            let class = class_of(units * BLOCK_GRANULARITY);
+            assert!(class == previous || class == previous + 1, "units {units}");
+            previous = class;
+        }
+        assert!(class_of(1 << 63) / CLASSES_PER_OCTAVE < OCTAVES);
+    }
+
+    #[test]
+    fn index_agrees_with_a_sorted_set_under_many_equal_and_close_sizes() {
+        let mut index = FreeIndex::default();
+        let mut model = BTreeSet::new();
+        let mut random = 1_u64;
+        for step in 0..20_000_u64 {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let size = 512 * (1 + (random >> 33) % 300);
+            if random >> 63 == 0 || model.is_empty() {
+                let entry = block(size, step * 512);
+                index.insert(entry);
+                model.insert(entry);
+            } else {
+                let probe = block(size, random % (step * 512));
+                let entry = *model.range(probe..).next().or_else(|| model.first()).expect("not empty");
+                assert_eq!(index.after(entry), model.range(entry..).nth(1).copied());
+                index.remove(entry);
+                model.remove(&entry);
+            }
+            let expected = model.iter().find(|entry| entry.size >= size).copied();
+            assert_eq!(index.best_fit(size), expected);
+            assert_eq!((index.len(), index.largest()), (model.len(), model.last().copied()));
+        }
+        assert!(index.iter().eq(model.iter().copied()));
+    }
+}

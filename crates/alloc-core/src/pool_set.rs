@@ -1,0 +1,281 @@
+//! Which pool a request is served from, and what becomes of the pools of graphs.
+//!
+//! A pool belongs to one owner (the default, or a private pool), one stream and one size class. Nothing moves between
+//! pools; memory leaves a pool only by going back to the driver.
+
+use std::{
+    collections::BTreeMap,
+    ops::{Index, IndexMut},
+};
+
+use crate::{
+    block::{BlockId, BlockState},
+    event::StreamIx,
+    id::PoolId,
+    pool::FreeIndex,
+    size::SizeClass,
+};
+
+/// A pool's place in the [`PoolSet`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct PoolIx(pub(crate) u32);
+
+/// A private pool's place in the [`PoolSet`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct PrivateIx(pub(crate) u32);
+
+/// Blocks of one owner, stream and size class.
+#[derive(Debug)]
+pub(crate) struct Pool {
+    /// `None` for the default pools.
+    pub(crate) owner: Option<PrivateIx>,
+    pub(crate) stream: StreamIx,
+    pub(crate) class: SizeClass,
+    /// The idle blocks: those in state `Free`, or `Quarantined` once the owner is released.
+    pub(crate) index: FreeIndex,
+    /// The blocks in state `Unmapped`, by address.
+    pub(crate) unmapped: BTreeMap<u64, BlockId>,
+    /// Segments and ranges that belong to this pool.
+    pub(crate) spans: usize,
+    /// Requests that came to this pool: its clock, by which the age of idle blocks is told.
+    pub(crate) requests: u64,
+}
+
+/// Whether a private pool's memory may be handed out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PrivateState {
+    /// This many begins are not yet answered by a release.
+    Live {
+        /// Never 0.
+        users: u32,
+    },
+    /// Released: idle memory is quarantined, for a graph may still be running on it.
+    Released {
+        /// How many private pools had been released, this one included.
+        order: u64,
+    },
+    /// A device synchronise after the release proved that no graph runs on it: idle memory may go back to the driver.
+    Proven,
+}
+
+/// What torch calls a private pool: memory for the graphs of one capture pool, or of one `MemPool`.
+#[derive(Debug)]
+pub(crate) struct PrivatePool {
+    pub(crate) id: PoolId,
+    pub(crate) state: PrivateState,
+    pub(crate) pools: Vec<PoolIx>,
+}
+
+/// See the [module](self).
+#[derive(Debug, Default)]
+pub(crate) struct PoolSet {
+    pools: Vec<Option<Pool>>,
+    /// The default pools of each stream, by size class.
+    defaults: Vec<[Option<PoolIx>; 2]>,
+    privates: Vec<Option<PrivatePool>>,
+    /// Private pools released so far.
+    releases: u64,
+}
+
+impl PoolSet {
+    /// The pool for requests on `stream`, made if it is the first.
+    pub(crate) fn of(&mut self, owner: Option<PrivateIx>, stream: StreamIx, class: SizeClass) -> PoolIx {
+        match owner {
+            None => self.of_default(stream, class),
+            Some(private) => self.of_private(private, stream, class),
+        }
+    }
+
+    fn of_default(&mut self, stream: StreamIx, class: SizeClass) -> PoolIx {
+        if let Some(Some(pool)) = self.defaults.get(stream.index()).map(|pools| pools[class.index()]) {
+            return pool;
+        }
+        let pool = self.add(None, stream, class);
+        if self.defaults.len() <= stream.index() {
+            self.defaults.resize(stream.index() + 1, [None; 2]);
+        }
+        self.defaults[stream.index()][class.index()] = Some(pool);
+        pool
+    }
+
+    fn of_private(&mut self, private: PrivateIx, stream: StreamIx, class: SizeClass) -> PoolIx {
+        let is_it = |pool: &&PoolIx| self[**pool].stream == stream && self[**pool].class == class;
+        if let Some(pool) = self.private(private).pools.iter().find(is_it) {
+            return *pool;
+        }
+        let pool = self.add(Some(private), stream, class);
+        self.private_mut(private).pools.push(pool);
+        pool
+    }
+
+    fn add(&mut self, owner: Option<PrivateIx>, stream: StreamIx, class: SizeClass) -> PoolIx {
+        let (index, unmapped) = (FreeIndex::default(), BTreeMap::new());
+        let pool = Pool { owner, stream, class, index, unmapped, spans: 0, requests: 0 };
+        PoolIx(place(&mut self.pools, pool))
+    }
+
+    /// All pools there are.
+    pub(crate) fn ids(&self) -> impl Iterator<Item = PoolIx> + '_ {
+        (0..self.pools.len()).filter(|index| self.pools[*index].is_some()).map(|index| PoolIx(index as u32))
+    }
+
+    /// Whether idle memory of the pool may be handed out.
+    pub(crate) fn is_live(&self, pool: PoolIx) -> bool {
+        self[pool].owner.is_none_or(|owner| matches!(self.private(owner).state, PrivateState::Live { .. }))
+    }
+
+    /// The state of idle memory of the pool.
+    pub(crate) fn idle_state(&self, pool: PoolIx) -> BlockState {
+        if self.is_live(pool) { BlockState::Free } else { BlockState::Quarantined }
+    }
+
+    /// Whether idle memory of the pool may go back to the driver: a live graph's may not.
+    pub(crate) fn is_releasable(&self, pool: PoolIx) -> bool {
+        self[pool].owner.is_none_or(|owner| self.private(owner).state == PrivateState::Proven)
+    }
+
+    /// The private pools there are.
+    pub(crate) fn privates(&self) -> impl Iterator<Item = (PrivateIx, &PrivatePool)> {
+        let at = |(index, slot): (usize, &'_ Option<PrivatePool>)| slot.as_ref().map(|_| PrivateIx(index as u32));
+        self.privates.iter().enumerate().filter_map(at).map(|ix| (ix, self.private(ix)))
+    }
+
+    /// The live private pool that the program calls `id`.
+    pub(crate) fn find_live(&self, id: PoolId) -> Option<PrivateIx> {
+        let is_it =
+            |(_, pool): &(PrivateIx, &PrivatePool)| pool.id == id && matches!(pool.state, PrivateState::Live { .. });
+        self.privates().find(is_it).map(|(ix, _)| ix)
+    }
+
+    /// Creates a private pool, or counts one more user. A released pool of the same name stays released.
+    pub(crate) fn begin(&mut self, id: PoolId) -> PrivateIx {
+        let Some(private) = self.find_live(id) else {
+            let pool = PrivatePool { id, state: PrivateState::Live { users: 1 }, pools: Vec::new() };
+            return PrivateIx(place(&mut self.privates, pool));
+        };
+        if let PrivateState::Live { users } = &mut self.private_mut(private).state {
+            *users += 1;
+        }
+        private
+    }
+
+    /// Counts one user less; returns whether it was the last.
+    pub(crate) fn release(&mut self, private: PrivateIx) -> bool {
+        let order = self.releases + 1;
+        let state = &mut self.private_mut(private).state;
+        match state {
+            PrivateState::Live { users } if *users > 1 => {
+                *users -= 1;
+                false
+            }
+            PrivateState::Live { .. } => {
+                *state = PrivateState::Released { order };
+                self.releases = order;
+                true
+            }
+            PrivateState::Released { .. } | PrivateState::Proven => false,
+        }
+    }
+
+    /// How many private pools have been released so far.
+    pub(crate) fn releases(&self) -> u64 {
+        self.releases
+    }
+
+    /// Whether a released private pool still waits for the proof that no graph runs on it.
+    pub(crate) fn has_unproven(&self) -> bool {
+        self.privates().any(|(_, private)| matches!(private.state, PrivateState::Released { .. }))
+    }
+
+    /// No graph runs on the first `order` private pools that were released.
+    pub(crate) fn prove(&mut self, order: u64) {
+        for private in self.privates.iter_mut().flatten() {
+            if matches!(private.state, PrivateState::Released { order: own } if own <= order) {
+                private.state = PrivateState::Proven;
+            }
+        }
+    }
+
+    /// Forgets released private pools that hold nothing any more.
+    pub(crate) fn drop_empty_privates(&mut self) {
+        for index in 0..self.privates.len() {
+            let Some(private) = &self.privates[index] else { continue };
+            let is_live = matches!(private.state, PrivateState::Live { .. });
+            if !is_live && private.pools.iter().all(|pool| self[*pool].spans == 0) {
+                let private = self.privates[index].take().expect("seen above");
+                for pool in private.pools {
+                    self.pools[pool.0 as usize] = None;
+                }
+            }
+        }
+    }
+
+    pub(crate) fn private(&self, private: PrivateIx) -> &PrivatePool {
+        self.privates[private.0 as usize].as_ref().expect("a private pool outlives its pools")
+    }
+
+    pub(crate) fn private_mut(&mut self, private: PrivateIx) -> &mut PrivatePool {
+        self.privates[private.0 as usize].as_mut().expect("a private pool outlives its pools")
+    }
+}
+
+/// Puts `value` into the first vacant slot.
+fn place<T>(slots: &mut Vec<Option<T>>, value: T) -> u32 {
+    let index = slots.iter().position(Option::is_none).unwrap_or_else(|| {
+        slots.push(None);
+        slots.len() - 1
+    });
+    slots[index] = Some(value);
+    index as u32
+}
+
+impl Index<PoolIx> for PoolSet {
+    type Output = Pool;
+
+    fn index(&self, pool: PoolIx) -> &Pool {
+        self.pools[pool.0 as usize].as_ref().expect("a pool outlives its blocks")
+    }
+}
+
+impl IndexMut<PoolIx> for PoolSet {
+    fn index_mut(&mut self, pool: PoolIx) -> &mut Pool {
+        self.pools[pool.0 as usize].as_mut().expect("a pool outlives its blocks")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pool_is_made_once_for_each_stream_and_class() {
+        let mut set = PoolSet::default();
+        let small = set.of(None, StreamIx(1), SizeClass::Small);
+        assert_eq!(set.of(None, StreamIx(1), SizeClass::Small), small);
+        assert_ne!(set.of(None, StreamIx(1), SizeClass::Large), small);
+        assert_ne!(set.of(None, StreamIx(0), SizeClass::Small), small);
+    }
+
+    #[test]
+    fn released_pool_is_not_revived_by_a_begin_with_its_name() {
+        let mut set = PoolSet::default();
+        let first = set.begin(PoolId(1, 0));
+        let pool = set.of(Some(first), StreamIx(0), SizeClass::Small);
+        set[pool].spans = 1;
+        assert!(set.release(first));
+        let second = set.begin(PoolId(1, 0));
+        assert_ne!(first, second);
+        assert!(!set.is_live(pool) && !set.is_releasable(pool));
+    }
+
+    #[test]
+    fn every_begin_wants_its_release() {
+        let mut set = PoolSet::default();
+        let private = set.begin(PoolId(1, 0));
+        assert_eq!(set.begin(PoolId(1, 0)), private);
+        assert!(!set.release(private));
+        assert!(set.release(private));
+        set.drop_empty_privates();
+        assert_eq!(set.privates().count(), 0);
+    }
+}
