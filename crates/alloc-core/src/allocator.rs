@@ -1,0 +1,406 @@
+//! The allocator: locks, and the only caller of the driver.
+//!
+//! Each device has two locks. The *fast* one guards its state and is held for the length of a cached malloc or free. The
+//! *slow* one is taken first and serialises growing and trimming. Driver calls are made under the slow lock at most,
+//! host waits and the user's callback under none. So a miss drops the fast lock, takes slow, then fast, searches again,
+//! lets the state make a plan, drops fast, carries the plan out, takes fast, commits, and climbs on.
+
+mod devices;
+mod pools;
+mod report;
+
+use std::sync::{Arc, atomic::AtomicUsize};
+
+pub use pools::StreamFilter;
+
+use crate::{
+    config::Config,
+    device::{DeviceState, Freed},
+    driver::{Driver, DriverError},
+    error::AllocError,
+    event::{Closing, StreamIx, StreamKey},
+    execute::execute,
+    id::{DeviceId, DevicePtr, PoolId, Stream, StreamHandle},
+    ladder::{Ladder, Rung, Step},
+    plan::{Outcome, Plan},
+    size::REQUEST_MAX,
+    sync::{Mutex, MutexGuard},
+};
+
+use devices::DeviceTable;
+use pools::Routes;
+
+/// What became of a call to [`Allocator::free`]. None of these is worth an error: a destructor is the usual caller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FreeOutcome {
+    /// The memory is free, or will be once the streams that used it are done.
+    Freed,
+    /// The pointer was null.
+    Null,
+    /// Nothing was ever allocated here at this address, or its segment is long returned. Counted.
+    NotOurs,
+    /// The address was ours but is not allocated: freed before, or never handed out. Counted.
+    Repeated,
+    /// The device's state is broken, so the memory stays as it is.
+    Leaked,
+}
+
+/// What became of a call to [`Allocator::record_stream`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RecordOutcome {
+    /// The memory will not be reused before the stream is done with it.
+    Recorded,
+    /// The address is not allocated here.
+    NotOurs,
+    /// The driver does not know the stream. If it was destroyed, all its work was waited for.
+    UnknownStream,
+    /// The device's state is broken.
+    Broken,
+}
+
+/// A function that frees something when memory has run out, and says whether it did.
+pub type OomCallback = Arc<dyn Fn() -> bool + Send + Sync>;
+
+/// One device's state and locks.
+struct Device {
+    id: DeviceId,
+    fast: Mutex<DeviceState>,
+    slow: Mutex<()>,
+    /// Private pools that requests are being routed to.
+    routes: Mutex<Routes>,
+    /// How many there are, so that the cached path need not take their lock.
+    route_count: AtomicUsize,
+}
+
+impl Device {
+    fn fast(&self) -> Result<MutexGuard<'_, DeviceState>, AllocError> {
+        self.fast.lock().map_err(|_| AllocError::Broken { device: self.id })
+    }
+
+    fn slow(&self) -> Result<MutexGuard<'_, ()>, AllocError> {
+        self.slow.lock().map_err(|_| AllocError::Broken { device: self.id })
+    }
+}
+
+/// A caching allocator for the memory of all devices of a driver. See the [module](self) for its locks.
+///
+/// ```
+/// # #[cfg(feature = "sim")] {
+/// use alloc_core::{allocator::{Allocator, FreeOutcome}, config::Config, driver::sim::SimDriver, id::{DeviceId, StreamHandle}};
+///
+/// let allocator = Allocator::new(SimDriver::default(), Config::default());
+/// let address = allocator.malloc(1000, DeviceId(0), StreamHandle::DEFAULT, None)?.expect("not a request for nothing");
+/// assert_eq!(allocator.free(address, DeviceId(0)), FreeOutcome::Freed);
+/// # }
+/// # Ok::<(), alloc_core::error::AllocError>(())
+/// ```
+pub struct Allocator<D> {
+    driver: D,
+    config: Config,
+    devices: DeviceTable,
+    callback: Mutex<Option<OomCallback>>,
+}
+
+impl<D: Driver> Allocator<D> {
+    /// An allocator that has not spoken to its driver yet.
+    pub fn new(driver: D, config: Config) -> Self {
+        Self { driver, config, devices: DeviceTable::default(), callback: Mutex::new(None) }
+    }
+
+    /// The driver.
+    pub fn driver(&self) -> &D {
+        &self.driver
+    }
+
+    /// The settings that the allocator was made with.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// At least `size` bytes on `device`, for use on `stream`; `None` for a size of 0.
+    ///
+    /// The memory may be used on the stream at once. `pool` names a private pool that [`begin_pool`](Self::begin_pool)
+    /// made; the default pool serves all others.
+    ///
+    /// # Errors
+    ///
+    /// [`AllocError::OutOfMemory`] when all of the [`Rung`]s were tried; [`AllocError::Driver`] when the driver refused
+    /// for another reason; [`AllocError::NoSuchDevice`]; [`AllocError::Broken`].
+    pub fn malloc(
+        &self,
+        size: u64,
+        device: DeviceId,
+        stream: StreamHandle,
+        pool: Option<PoolId>,
+    ) -> Result<Option<DevicePtr>, AllocError> {
+        if size == 0 {
+            return Ok(None);
+        }
+        let device = self.device(device)?;
+        let key = stream_key(device.id, stream);
+        let mut state = device.fast()?;
+        let stream = if let Some(stream) = state.streams.find(key) {
+            stream
+        } else {
+            drop(state);
+            let target = self.resolve(key)?;
+            state = device.fast()?;
+            admit(&mut state, key, target)
+        };
+        if size > REQUEST_MAX {
+            drop(state);
+            return Err(self.out_of_memory(device, size));
+        }
+        let owner = pool.and_then(|pool| state.pools.find_live(pool));
+        let request = state.request(size, stream, owner);
+        if let Some(address) = state.malloc(&request) {
+            return Ok(Some(address));
+        }
+        drop(state);
+        self.malloc_slow(device, Ladder::new(request)).map(Some)
+    }
+
+    /// Climbs the ladder until the request is served or nothing is left to try.
+    #[cold]
+    fn malloc_slow(&self, device: &Device, mut ladder: Ladder) -> Result<DevicePtr, AllocError> {
+        self.notice_active_devices()?;
+        let mut slow = Some(device.slow()?);
+        loop {
+            let step = device.fast()?.climb(&mut ladder);
+            let (rung, plan) = match step {
+                Step::Done(address) => return Ok(address),
+                Step::Run(rung, plan) => (rung, plan),
+                Step::Fail(Some(error)) => return Err(error.into()),
+                Step::Fail(None) => {
+                    drop(slow);
+                    return Err(self.out_of_memory(device, ladder.request.requested));
+                }
+            };
+            let outcome = if may_wait(rung) {
+                drop(slow.take());
+                let outcome = self.carry_out(plan);
+                slow = Some(device.slow()?);
+                outcome
+            } else {
+                self.carry_out(plan)
+            };
+            if let Some(address) = device.fast()?.commit_for(outcome, &mut ladder)? {
+                return Ok(address);
+            }
+        }
+    }
+
+    fn carry_out(&self, plan: Plan) -> Outcome {
+        if let Plan::CallBack = plan {
+            let callback = self.callback.lock().ok().and_then(|callback| callback.clone());
+            return Outcome::CalledBack(callback.is_some_and(|callback| callback()));
+        }
+        execute(&self.driver, plan)
+    }
+
+    /// Takes memory back. `hint` is the device that the caller believes it to be on; it is looked for there first.
+    ///
+    /// Never fails and never waits. May record an event.
+    pub fn free(&self, address: DevicePtr, hint: DeviceId) -> FreeOutcome {
+        if address.0 == 0 {
+            return FreeOutcome::Null;
+        }
+        let mut outcome = FreeOutcome::NotOurs;
+        for device in self.devices.starting_with(hint) {
+            let Ok(mut state) = device.fast() else {
+                outcome = FreeOutcome::Leaked;
+                continue;
+            };
+            match state.free(address) {
+                Freed::Done => return FreeOutcome::Freed,
+                Freed::CloseDue(block) => {
+                    let closings = state.plan_close_of(block);
+                    drop(state);
+                    self.close(device, closings);
+                    return FreeOutcome::Freed;
+                }
+                Freed::NotHeld => {
+                    state.stats.invalid_frees += 1;
+                    return FreeOutcome::Repeated;
+                }
+                Freed::Unknown => {}
+            }
+        }
+        if outcome == FreeOutcome::NotOurs
+            && let Some(device) = self.devices.starting_with(hint).next()
+            && let Ok(mut state) = device.fast()
+        {
+            state.stats.invalid_frees += 1;
+        }
+        outcome
+    }
+
+    /// Gives events to the streams that a freed block waits for. If that fails, a later event answers for them.
+    fn close(&self, device: &Device, closings: Vec<Closing>) {
+        if !closings.is_empty() {
+            let outcome = execute(&self.driver, Plan::Close(closings));
+            if let Ok(mut state) = device.fast() {
+                let _ = state.commit(outcome);
+            }
+        }
+    }
+
+    /// Says that the program uses the memory at `address` on `stream` too, until the memory is freed.
+    ///
+    /// A default stream's handle names that stream of the memory's own device, and of the calling thread's current one
+    /// if that is another: the caller does not say which it means.
+    pub fn record_stream(&self, address: DevicePtr, stream: StreamHandle) -> RecordOutcome {
+        for device in self.devices.starting_with(DeviceId(0)) {
+            let Ok(state) = device.fast() else { return RecordOutcome::Broken };
+            if state.blocks.at(address.0).is_none() {
+                continue;
+            }
+            drop(state);
+            let outcome = self.record_on(device, address, stream_key(device.id, stream));
+            let current = if stream.is_default() && self.devices.len() > 1 { self.current_device() } else { None };
+            return match current.filter(|current| *current != device.id) {
+                Some(current) => self.record_on(device, address, stream_key(current, stream)),
+                None => outcome,
+            };
+        }
+        RecordOutcome::NotOurs
+    }
+
+    fn current_device(&self) -> Option<DeviceId> {
+        self.driver.current_device().ok().flatten()
+    }
+
+    fn record_on(&self, device: &Device, address: DevicePtr, key: StreamKey) -> RecordOutcome {
+        let Ok(mut state) = device.fast() else { return RecordOutcome::Broken };
+        let stream = if let Some(stream) = state.streams.find(key) {
+            stream
+        } else {
+            drop(state);
+            let Ok(target) = self.resolve(key) else { return self.wait_for_unknown_stream(device) };
+            let Ok(locked) = device.fast() else { return RecordOutcome::Broken };
+            state = locked;
+            admit(&mut state, key, target)
+        };
+        if state.record_stream(address, stream) { RecordOutcome::Recorded } else { RecordOutcome::NotOurs }
+    }
+
+    /// The program names a stream that the driver does not know: if it had work, only a wait can tell that it is over.
+    fn wait_for_unknown_stream(&self, device: &Device) -> RecordOutcome {
+        let plan = device.fast().map(|mut state| {
+            state.stats.dead_streams += 1;
+            state.plan_synchronize_device()
+        });
+        let Ok(plan) = plan else { return RecordOutcome::Broken };
+        let outcome = execute(&self.driver, plan);
+        if let Ok(mut state) = device.fast() {
+            let _ = state.commit(outcome);
+        }
+        RecordOutcome::UnknownStream
+    }
+
+    /// Which stream a key names. Asks the driver, and brings the stream's own device up if that is another one.
+    fn resolve(&self, key: StreamKey) -> Result<Stream, AllocError> {
+        let device = if key.handle.is_default() { key.device } else { self.driver.stream_device(key.handle)? };
+        self.device(device)?;
+        Ok(Stream { device, handle: key.handle })
+    }
+
+    /// Forgets a stream that the program is about to destroy: its handle may come back for another one.
+    ///
+    /// # Errors
+    ///
+    /// [`AllocError::Driver`] if no event could be recorded on it; the memory that it used is then held until a device
+    /// synchronise.
+    pub fn retire_stream(&self, stream: StreamHandle) -> Result<(), AllocError> {
+        let mut result = Ok(());
+        for device in self.devices.starting_with(DeviceId(0)) {
+            let key = stream_key(device.id, stream);
+            let mut state = device.fast()?;
+            let Some(stream) = state.streams.find(key) else { continue };
+            let closings = state.plan_close_stream(stream);
+            drop(state);
+            let outcome = execute(&self.driver, Plan::Close(closings));
+            let mut state = device.fast()?;
+            result = state.commit(outcome).map_err(AllocError::from).and(result);
+            state.streams.retire(stream);
+        }
+        result
+    }
+
+    /// Returns cached memory to the driver: all that is not held, pending, pinned or a live private pool's. Waits for
+    /// queued work, but for what streams that are capturing still wait for.
+    ///
+    /// # Errors
+    ///
+    /// The first [`AllocError::Driver`] met; what could be returned is returned all the same.
+    pub fn empty_cache(&self) -> Result<(), AllocError> {
+        let mut result = Ok(());
+        for device in self.devices.starting_with(DeviceId(0)) {
+            result = result.and(self.empty_device(device));
+        }
+        result
+    }
+
+    fn empty_device(&self, device: &Device) -> Result<(), AllocError> {
+        let mut first_error: Option<DriverError> = None;
+        for rung in Rung::EMPTY_CACHE {
+            let slow = device.slow()?;
+            let Some(plan) = device.fast()?.plan_empty(rung) else { continue };
+            let outcome = if may_wait(rung) {
+                drop(slow);
+                self.carry_out(plan)
+            } else {
+                self.carry_out(plan)
+            };
+            if let Err(error) = device.fast()?.commit(outcome) {
+                first_error.get_or_insert(error);
+            }
+        }
+        first_error.map_or(Ok(()), |error| Err(error.into()))
+    }
+
+    /// Sets what is run, under no lock, before a request fails for want of memory. `None` for nothing.
+    pub fn set_oom_callback(&self, callback: Option<OomCallback>) {
+        if let Ok(mut current) = self.callback.lock() {
+            *current = callback;
+        }
+    }
+}
+
+/// Whether a rung may wait on the host, and so must hold no lock. Freeing a segment waits for the device.
+fn may_wait(rung: Rung) -> bool {
+    matches!(
+        rung,
+        Rung::Wait
+            | Rung::Synchronize
+            | Rung::Collect
+            | Rung::ReleaseOversize
+            | Rung::ReleaseCached
+            | Rung::CallBack
+            | Rung::CloseAll
+            | Rung::ClosePending
+    )
+}
+
+/// The stream's place in the state, made now if this is its first use.
+fn admit(state: &mut DeviceState, key: StreamKey, target: Stream) -> StreamIx {
+    // Another thread may have been first.
+    state.streams.find(key).unwrap_or_else(|| state.streams.add(key, target))
+}
+
+/// What a call on `device` means by `handle`.
+fn stream_key(device: DeviceId, handle: StreamHandle) -> StreamKey {
+    match handle {
+        StreamHandle::LEGACY => StreamKey { handle: StreamHandle::DEFAULT, device, thread: 0 },
+        StreamHandle::PER_THREAD => StreamKey { handle, device, thread: thread_number() },
+        _ => StreamKey { handle, device, thread: 0 },
+    }
+}
+
+/// A number that no other thread of this process has, ever.
+fn thread_number() -> u64 {
+    use std::sync::atomic::{AtomicU64, Ordering};
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    thread_local!(static NUMBER: u64 = NEXT.fetch_add(1, Ordering::Relaxed));
+    NUMBER.with(|number| *number)
+}

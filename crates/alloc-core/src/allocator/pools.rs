@@ -1,0 +1,93 @@
+//! Private pools: which requests go to them, how long they live. Also pins, which outlive any pool's say.
+
+use std::sync::{Arc, atomic::Ordering};
+
+use super::{Allocator, Device};
+use crate::{
+    block::BlockState,
+    driver::Driver,
+    error::AllocError,
+    id::{DeviceId, DevicePtr, PoolId, StreamHandle},
+};
+
+/// Says whether a stream's requests go to a private pool. It is foreign code: it may call CUDA, and may throw.
+pub type StreamFilter = Arc<dyn Fn(StreamHandle) -> bool + Send + Sync>;
+
+/// Private pools that have begun and not ended, in the order of their beginning.
+pub(super) type Routes = Vec<(PoolId, StreamFilter)>;
+
+impl<D: Driver> Allocator<D> {
+    /// The private pool that a request on `stream` goes to now: the last one begun whose filter takes the stream.
+    ///
+    /// Filters run under no lock. Costs one atomic load where no pool has begun.
+    pub fn route(&self, device: DeviceId, stream: StreamHandle) -> Option<PoolId> {
+        let device = self.devices.get(device)?;
+        if device.route_count.load(Ordering::Acquire) == 0 {
+            return None;
+        }
+        let routes = device.routes.lock().ok()?.clone();
+        routes.into_iter().rev().find(|(_, takes)| takes(stream)).map(|(pool, _)| pool)
+    }
+
+    /// Starts to route requests to a private pool, which is made, or gets one more user.
+    ///
+    /// # Errors
+    ///
+    /// Those of bringing the device into use; [`AllocError::Broken`].
+    pub fn begin_pool(&self, device: DeviceId, pool: PoolId, filter: StreamFilter) -> Result<(), AllocError> {
+        let device = self.device(device)?;
+        device.fast()?.pools.begin(pool);
+        device.change_routes(|routes| routes.push((pool, filter)))
+    }
+
+    /// Ends the routing that the last [`begin_pool`](Self::begin_pool) of this pool began. The pool lives on.
+    pub fn end_pool(&self, device: DeviceId, pool: PoolId) {
+        let Some(device) = self.devices.get(device) else { return };
+        let _ = device.change_routes(|routes| {
+            if let Some(position) = routes.iter().rposition(|(id, _)| *id == pool) {
+                routes.remove(position);
+            }
+        });
+    }
+
+    /// Answers one [`begin_pool`](Self::begin_pool). With the last, the pool's memory is quarantined until a device
+    /// synchronise proves that no graph runs on it; then it goes back to the driver.
+    pub fn release_pool(&self, device: DeviceId, pool: PoolId) {
+        if let Some(device) = self.devices.get(device)
+            && let Ok(mut state) = device.fast()
+        {
+            state.release_pool(pool);
+        }
+    }
+
+    /// Keeps the memory at `address`, which must be allocated, where it is: neither moved nor returned to the driver,
+    /// even after it is freed. Returns whether it is ours. Pins add up.
+    pub fn pin(&self, address: DevicePtr) -> bool {
+        self.devices.starting_with(DeviceId(0)).any(|device| {
+            let Ok(mut state) = device.fast() else { return false };
+            let Some(id) = state.blocks.at(address.0) else { return false };
+            let block = &state.blocks[id];
+            let (size, span, is_held) = (block.size, block.span, block.state == BlockState::Allocated);
+            if is_held {
+                state.pins.pin(address.0, size, span);
+            }
+            is_held
+        })
+    }
+
+    /// Takes one [`pin`](Self::pin) back. Returns whether there was one.
+    pub fn unpin(&self, address: DevicePtr) -> bool {
+        self.devices
+            .starting_with(DeviceId(0))
+            .any(|device| device.fast().is_ok_and(|mut state| state.pins.unpin(address.0)))
+    }
+}
+
+impl Device {
+    fn change_routes(&self, change: impl FnOnce(&mut Routes)) -> Result<(), AllocError> {
+        let mut routes = self.routes.lock().map_err(|_| AllocError::Broken { device: self.id })?;
+        change(&mut routes);
+        self.route_count.store(routes.len(), Ordering::Release);
+        Ok(())
+    }
+}

@@ -1,0 +1,189 @@
+//! What the allocator tells about itself.
+
+use super::{Allocator, Device};
+use crate::{
+    backing::SpanKind,
+    block::BlockState,
+    check::InvariantError,
+    device::DeviceState,
+    driver::Driver,
+    error::{AllocError, OutOfMemory, PendingBytes},
+    history::HistoryEvent,
+    id::{DeviceId, DevicePtr, StreamHandle},
+    snapshot::SegmentPicture,
+    stats::Stats,
+};
+
+impl<D: Driver> Allocator<D> {
+    /// The device's counters; all zero if it is not in use.
+    pub fn stats(&self, device: DeviceId) -> Stats {
+        self.read(device, |state| state.stats.clone()).unwrap_or_default()
+    }
+
+    /// Every key of `torch.cuda.memory_stats()` with its value, sorted.
+    pub fn stats_entries(&self, device: DeviceId) -> Vec<(String, i64)> {
+        self.stats(device).entries(self.config().max_split_size)
+    }
+
+    /// Starts the device's peaks anew from the present values.
+    pub fn reset_peak_stats(&self, device: DeviceId) {
+        self.read(device, |state| state.stats.reset_peaks());
+    }
+
+    /// Starts the device's totals anew from zero.
+    pub fn reset_accumulated_stats(&self, device: DeviceId) {
+        self.read(device, |state| state.stats.reset_accumulated());
+    }
+
+    /// All segments of all devices in use, with their blocks, in address order within a device.
+    pub fn snapshot(&self) -> Vec<SegmentPicture> {
+        let ids = self.devices.starting_with(DeviceId(0)).map(|device| device.id);
+        ids.filter_map(|id| self.read(id, |state| state.picture())).flatten().collect()
+    }
+
+    /// The device's latest events, oldest first.
+    pub fn history(&self, device: DeviceId) -> Vec<HistoryEvent> {
+        self.read(device, |state| state.history.events().collect()).unwrap_or_default()
+    }
+
+    /// The devices in use.
+    pub fn devices_in_use(&self) -> Vec<DeviceId> {
+        let mut ids: Vec<DeviceId> = self.devices.starting_with(DeviceId(0)).map(|device| device.id).collect();
+        ids.sort();
+        ids
+    }
+
+    /// The segment, or the mapped run of a range, that holds an allocated address: its first byte and its size.
+    pub fn base_allocation(&self, address: DevicePtr) -> Option<(DevicePtr, u64)> {
+        self.devices_in_use().into_iter().find_map(|id| self.read(id, |state| state.base_of(address)).flatten())
+    }
+
+    /// Limits what may be reserved on the device to a part of its memory. Nothing is given back at once.
+    ///
+    /// # Errors
+    ///
+    /// [`AllocError::InvalidFraction`] if it is not from 0 to 1; those of bringing the device into use.
+    pub fn set_memory_fraction(&self, device: DeviceId, fraction: f64) -> Result<(), AllocError> {
+        if !(0.0..=1.0).contains(&fraction) {
+            return Err(AllocError::InvalidFraction { fraction });
+        }
+        self.device(device)?.fast()?.set_fraction(fraction);
+        Ok(())
+    }
+
+    /// The part of the device's memory that may be reserved.
+    pub fn memory_fraction(&self, device: DeviceId) -> f64 {
+        self.read(device, |state| state.fraction).unwrap_or(self.config().per_process_memory_fraction)
+    }
+
+    /// Limits what may be reserved on the device to so many bytes.
+    ///
+    /// # Errors
+    ///
+    /// Those of bringing the device into use.
+    pub fn set_memory_limit(&self, device: DeviceId, bytes: u64) -> Result<(), AllocError> {
+        self.device(device)?.fast()?.set_limit(bytes);
+        Ok(())
+    }
+
+    /// Scans all state of all devices for contradictions.
+    ///
+    /// # Errors
+    ///
+    /// The first contradiction found.
+    pub fn check(&self) -> Result<(), InvariantError> {
+        let scan = |id| self.read(id, |state| state.check()).unwrap_or_else(|| Err(InvariantError::broken(id)));
+        self.devices_in_use().into_iter().try_for_each(scan)
+    }
+
+    /// The error for a request that nothing could serve.
+    pub(super) fn out_of_memory(&self, device: &Device, requested: u64) -> AllocError {
+        let device_free = self.driver().memory_info(device.id).ok().map(|info| info.free_bytes);
+        match device.fast() {
+            Ok(mut state) => {
+                let report = state.on_out_of_memory(requested, device_free);
+                AllocError::OutOfMemory(Box::new(report))
+            }
+            Err(error) => error,
+        }
+    }
+
+    /// Lets `ask` look at the state of a device in use; `None` if it is not in use, or broken.
+    fn read<T>(&self, device: DeviceId, ask: impl FnOnce(&mut DeviceState) -> T) -> Option<T> {
+        self.devices.get(device)?.fast().ok().map(|mut state| ask(&mut state))
+    }
+}
+
+impl DeviceState {
+    /// Counts a failed request, and says where the memory is.
+    fn on_out_of_memory(&mut self, requested: u64, device_free: Option<u64>) -> OutOfMemory {
+        self.stats.num_ooms += 1;
+        self.record_oom(requested, device_free.unwrap_or(0));
+        let total = self.capabilities.total_bytes;
+        let mut report = OutOfMemory {
+            device: self.id,
+            requested,
+            total,
+            device_free,
+            limit: (self.limit < total).then_some(self.limit),
+            reserved: self.stats.reserved_bytes.all.current,
+            allocated: self.stats.allocated_bytes.all.current,
+            pending: self.pending_bytes(),
+            pending_total: self.stats.active_bytes.all.current - self.stats.allocated_bytes.all.current,
+            cached: 0,
+            largest_cached: 0,
+            private: 0,
+            policy: if self.is_paged { crate::config::Policy::Expandable } else { crate::config::Policy::Native },
+            virtual_memory: self.capabilities.virtual_memory,
+        };
+        for pool in self.pools.ids().filter(|pool| self.pools[*pool].owner.is_none()) {
+            let index = &self.pools[pool].index;
+            report.cached += index.iter().map(|entry| entry.size).sum::<u64>();
+            report.largest_cached = report.largest_cached.max(index.largest().map_or(0, |entry| entry.size));
+        }
+        for span in self.spans.ids() {
+            let span = &self.spans[span];
+            if self.pools[span.pool].owner.is_some() {
+                report.private += match &span.kind {
+                    SpanKind::Segment => span.size,
+                    SpanKind::Range { handle_size, slots } => slots.iter().flatten().count() as u64 * handle_size,
+                };
+            }
+        }
+        report
+    }
+
+    /// What waits for each stream, largest first.
+    fn pending_bytes(&self) -> Vec<PendingBytes> {
+        let of_stream = |stream| {
+            let bytes = self.streams.waiting(stream).map(|(_, block)| self.blocks[block].size).sum();
+            PendingBytes { stream: self.streams.target(stream).handle, bytes }
+        };
+        let mut pending: Vec<_> = self.streams.ids().map(of_stream).filter(|pending| pending.bytes > 0).collect();
+        pending.sort_by_key(|pending| (std::cmp::Reverse(pending.bytes), pending.stream));
+        pending
+    }
+
+    fn record_oom(&mut self, requested: u64, device_free: u64) {
+        if self.history.is_on() {
+            let (stream, pool) = (StreamHandle::DEFAULT, crate::id::PoolId::DEFAULT);
+            self.history.push(crate::history::Action::Oom, device_free, requested, stream, pool);
+        }
+    }
+
+    /// The contiguous memory around an allocated block.
+    fn base_of(&self, address: DevicePtr) -> Option<(DevicePtr, u64)> {
+        let id = self.blocks.at(address.0).filter(|id| self.blocks[*id].state == BlockState::Allocated)?;
+        let has_memory = |id: &crate::block::BlockId| self.blocks[*id].state != BlockState::Unmapped;
+        let mut first = id;
+        while let Some(previous) = self.blocks[first].previous.filter(has_memory) {
+            first = previous;
+        }
+        let mut last = id;
+        while let Some(next) = self.blocks[last].next.filter(has_memory) {
+            last = next;
+        }
+        let base = self.blocks[first].address;
+        Some((DevicePtr(base), self.blocks[last].end() - base))
+    }
+}

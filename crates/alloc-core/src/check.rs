@@ -1,0 +1,263 @@
+//! A full scan of a device's state for contradictions: every equation that the other modules state, checked.
+//!
+//! Costs time in the number of all blocks, so it runs in tests after every operation, and when a user asks for it.
+
+use crate::{
+    backing::{SpanIx, SpanKind},
+    block::{BlockId, BlockState},
+    device::DeviceState,
+    id::DeviceId,
+    pool::FreeBlock,
+    size::{BLOCK_GRANULARITY, SizeClass},
+};
+
+/// Two things that the allocator believes contradict each other: a bug of ours, not of the program.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{device}: {contradiction}")]
+pub struct InvariantError {
+    /// The device whose state is contradictory.
+    pub device: DeviceId,
+    /// What contradicts what.
+    pub contradiction: String,
+}
+
+impl InvariantError {
+    /// The state cannot even be looked at.
+    pub(crate) fn broken(device: DeviceId) -> Self {
+        Self { device, contradiction: "a call panicked while it held the state".to_owned() }
+    }
+}
+
+/// What the blocks add up to, to be compared with the statistics.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Sums {
+    allocation: [u64; 2],
+    allocated: [u64; 2],
+    active: [u64; 2],
+    active_bytes: [u64; 2],
+    requested: [u64; 2],
+    inactive_split: [u64; 2],
+    inactive_split_bytes: [u64; 2],
+    segments: [u64; 2],
+    reserved: [u64; 2],
+}
+
+macro_rules! ensure {
+    ($holds:expr, $($text:tt)+) => {
+        if !$holds {
+            return Err(format!($($text)+));
+        }
+    };
+}
+
+impl DeviceState {
+    /// The first contradiction found, if there is one.
+    pub(crate) fn check(&self) -> Result<(), InvariantError> {
+        self.scan().map_err(|contradiction| InvariantError { device: self.id, contradiction })
+    }
+
+    fn scan(&self) -> Result<(), String> {
+        self.streams.check()?;
+        let mut sums = Sums::default();
+        let mut seen = 0;
+        let mut end_of_last = 0;
+        for span in self.spans.by_address() {
+            ensure!(self.spans[span].base >= end_of_last, "spans overlap at {:#x}", self.spans[span].base);
+            end_of_last = self.spans[span].base + self.spans[span].size;
+            seen += self.scan_span(span, &mut sums)?;
+        }
+        ensure!(seen == self.blocks.len(), "{} blocks exist, {seen} of them in spans", self.blocks.len());
+        self.scan_pools()?;
+        self.scan_waiting()?;
+        for stray in &self.strays {
+            sums.reserved[stray.class.index()] += stray.size;
+        }
+        self.compare(&sums)
+    }
+
+    /// Follows a span's blocks from first to last. Returns how many there are.
+    fn scan_span(&self, span_ix: SpanIx, sums: &mut Sums) -> Result<usize, String> {
+        let span = &self.spans[span_ix];
+        let (mut address, mut previous, mut count) = (span.base, None, 0);
+        let mut next = self.blocks.at(span.base);
+        ensure!(next.is_some(), "no block at the start of the span at {:#x}", span.base);
+        while let Some(id) = next {
+            let block = &self.blocks[id];
+            ensure!(block.address == address, "a gap before block {address:#x}");
+            ensure!(self.blocks.at(address) == Some(id), "block {address:#x} is not found by its address");
+            ensure!(
+                block.size > 0 && block.size.is_multiple_of(BLOCK_GRANULARITY),
+                "block {address:#x}: size {}",
+                block.size
+            );
+            ensure!(block.previous == previous, "block {address:#x} does not know the one before it");
+            ensure!(block.span == span_ix && block.pool == span.pool, "block {address:#x} lies in another span");
+            self.scan_block(id)?;
+            if let Some(previous) = previous.map(|previous: BlockId| self.blocks[previous].state) {
+                let unites = previous.is_idle() || previous == BlockState::Unmapped;
+                ensure!(!(unites && previous == block.state), "block {address:#x} was not united with the one before");
+            }
+            self.add_block(id, sums);
+            (address, previous, next, count) = (block.end(), Some(id), block.next, count + 1);
+        }
+        ensure!(address == span.base + span.size, "the blocks of span {:#x} end at {address:#x}", span.base);
+        self.scan_slots(span_ix)?;
+        let class = self.pools[span.pool].class.index();
+        match &span.kind {
+            SpanKind::Segment => {
+                sums.segments[class] += 1;
+                sums.reserved[class] += span.size;
+            }
+            SpanKind::Range { handle_size, slots } => {
+                sums.reserved[class] += slots.iter().flatten().count() as u64 * handle_size;
+            }
+        }
+        Ok(count)
+    }
+
+    fn scan_block(&self, id: BlockId) -> Result<(), String> {
+        let block = &self.blocks[id];
+        let (address, pool) = (block.address, &self.pools[block.pool]);
+        let entry = FreeBlock { size: block.size, address, id };
+        let is_indexed = pool.index.contains(entry);
+        ensure!(
+            is_indexed == block.state.is_idle(),
+            "block {address:#x} in state {:?}: indexed {is_indexed}",
+            block.state
+        );
+        let is_hole = pool.unmapped.get(&address) == Some(&id);
+        ensure!(is_hole == (block.state == BlockState::Unmapped), "block {address:#x}: among the holes {is_hole}");
+        match block.state {
+            BlockState::Unmapped | BlockState::Claimed => {}
+            BlockState::Free => {
+                ensure!(self.pools.is_live(block.pool), "block {address:#x} is free in a released pool");
+                ensure!(block.requested == 0, "free block {address:#x} has a request");
+                // Whoever has the block next is ordered after its own stream only.
+                let is_foreign = block.last_use.iter().any(|(stream, _)| stream != pool.stream);
+                ensure!(!is_foreign, "free block {address:#x} is in use on another stream");
+            }
+            BlockState::Quarantined => {
+                ensure!(!self.pools.is_live(block.pool), "block {address:#x} is quarantined in a live pool");
+            }
+            BlockState::Allocated => {
+                ensure!(0 < block.requested, "block {address:#x} was handed out for nothing");
+                ensure!(block.requested <= block.size, "block {address:#x} is smaller than its request");
+            }
+            BlockState::Pending { streams } | BlockState::Deferred { streams } => {
+                let undone = block
+                    .last_use
+                    .iter()
+                    .filter(|(stream, epoch)| *stream != pool.stream && !self.streams.is_done(*stream, *epoch));
+                let undone = undone.count();
+                ensure!(undone == usize::from(streams), "block {address:#x} waits for {streams} streams, not {undone}");
+            }
+        }
+        Ok(())
+    }
+
+    /// Memory and handles agree, slot by slot. A claimed block may be on its way from one to the other.
+    fn scan_slots(&self, span_ix: SpanIx) -> Result<(), String> {
+        let span = &self.spans[span_ix];
+        let SpanKind::Range { handle_size, slots } = &span.kind else { return Ok(()) };
+        let mut next = self.blocks.at(span.base);
+        while let Some(id) = next {
+            let block = &self.blocks[id];
+            next = block.next;
+            if block.state == BlockState::Claimed {
+                continue;
+            }
+            let first = ((block.address - span.base) / handle_size) as usize;
+            let last = ((block.end() - 1 - span.base) / handle_size) as usize;
+            let is_mapped = |slot: usize| slots.get(slot).copied().flatten().is_some();
+            if block.state == BlockState::Unmapped {
+                let offset = block.address - span.base;
+                let whole = offset.is_multiple_of(*handle_size) && block.size.is_multiple_of(*handle_size);
+                ensure!(whole, "hole {:#x} is not made of whole handles", block.address);
+                let reached = last.min(slots.len());
+                ensure!(!(first..=reached).any(is_mapped), "hole {:#x} has memory", block.address);
+            } else {
+                ensure!((first..=last).all(is_mapped), "block {:#x} lacks memory", block.address);
+            }
+        }
+        Ok(())
+    }
+
+    fn scan_pools(&self) -> Result<(), String> {
+        for pool in self.pools.ids() {
+            let index = &self.pools[pool].index;
+            ensure!(index.iter().count() == index.len(), "pool {pool:?}: the index has lost count");
+            ensure!(index.iter().is_sorted(), "pool {pool:?}: the index is out of order");
+            for entry in index.iter() {
+                let block = &self.blocks[entry.id];
+                let agrees = (block.size, block.address, block.pool) == (entry.size, entry.address, pool);
+                ensure!(agrees, "pool {pool:?}: the index has a stale entry {:#x}", entry.address);
+            }
+            let spans = self.spans.ids().filter(|span| self.spans[*span].pool == pool).count();
+            ensure!(spans == self.pools[pool].spans, "pool {pool:?}: {spans} spans, not {}", self.pools[pool].spans);
+        }
+        Ok(())
+    }
+
+    /// Every wait in a stream's queue is one that its block knows of.
+    fn scan_waiting(&self) -> Result<(), String> {
+        for stream in self.streams.ids() {
+            for (epoch, id) in self.streams.waiting(stream) {
+                let block = &self.blocks[id];
+                let waits = matches!(block.state, BlockState::Pending { .. } | BlockState::Deferred { .. });
+                ensure!(waits, "block {:#x} in state {:?} waits for a stream", block.address, block.state);
+                let known = block.last_use.iter().any(|of_block| of_block == (stream, epoch));
+                ensure!(known, "block {:#x} waits for a stream that it was not used on", block.address);
+            }
+        }
+        Ok(())
+    }
+
+    fn add_block(&self, id: BlockId, sums: &mut Sums) {
+        let block = &self.blocks[id];
+        let class = self.class(id).index();
+        match block.state {
+            BlockState::Allocated => {
+                sums.allocation[class] += 1;
+                sums.allocated[class] += block.size;
+            }
+            BlockState::Pending { .. } | BlockState::Deferred { .. } => {}
+            BlockState::Free | BlockState::Quarantined => {
+                let pieces = self.inactive_split(id);
+                sums.inactive_split[class] += pieces.blocks;
+                sums.inactive_split_bytes[class] += pieces.bytes;
+                return;
+            }
+            BlockState::Unmapped | BlockState::Claimed => return,
+        }
+        sums.active[class] += 1;
+        sums.active_bytes[class] += block.size;
+        sums.requested[class] += block.requested;
+    }
+
+    fn compare(&self, sums: &Sums) -> Result<(), String> {
+        let stats = &self.stats;
+        let families = [
+            ("allocation", &stats.allocation, sums.allocation),
+            ("allocated_bytes", &stats.allocated_bytes, sums.allocated),
+            ("active", &stats.active, sums.active),
+            ("active_bytes", &stats.active_bytes, sums.active_bytes),
+            ("requested_bytes", &stats.requested_bytes, sums.requested),
+            ("inactive_split", &stats.inactive_split, sums.inactive_split),
+            ("inactive_split_bytes", &stats.inactive_split_bytes, sums.inactive_split_bytes),
+            ("segment", &stats.segment, sums.segments),
+            ("reserved_bytes", &stats.reserved_bytes, sums.reserved),
+        ];
+        for (name, family, sum) in families {
+            for class in [SizeClass::Small, SizeClass::Large] {
+                let (counted, found) = (family.class(class).current, sum[class.index()]);
+                ensure!(counted == found, "{name} of {class:?}: counted {counted}, found {found}");
+            }
+            let all = family.all.current;
+            ensure!(all == sum[0] + sum[1], "{name}: counted {all}, found {}", sum[0] + sum[1]);
+            ensure!(family.all.current <= family.all.peak, "{name}: above its peak");
+        }
+        let (allocated, active) = (stats.allocated_bytes.all.current, stats.active_bytes.all.current);
+        ensure!(allocated <= active && active <= stats.reserved_bytes.all.current, "allocated ≤ active ≤ reserved");
+        Ok(())
+    }
+}

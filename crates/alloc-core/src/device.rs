@@ -1,0 +1,340 @@
+//! The state of one device: pure, without a driver and without locks.
+//!
+//! This file is the cached path. [`DeviceState::malloc`] looks for a free block and hands it out; [`DeviceState::free`]
+//! takes it back. When nothing fits, [`ladder`](crate::ladder) says what to try; the plans for that are made in
+//! [`settle`](crate::settle) (events), [`backing`] (growth) and [`release`](crate::release).
+
+use crate::{
+    backing::SpanTable,
+    block::{BlockId, BlockState},
+    block_table::BlockTable,
+    config::{Config, Policy},
+    driver::Capabilities,
+    event::{StreamIx, StreamTable},
+    history::{Action, History},
+    id::{DeviceId, DevicePtr, PoolId},
+    pin::PinTable,
+    plan::Stray,
+    pool::FreeBlock,
+    pool_set::{PoolIx, PoolSet, PrivateIx},
+    size::{self, BLOCK_GRANULARITY, SMALL_REQUEST_MAX, SizeClass},
+    stats::{Pieces, Stats, Weight, is_oversize},
+};
+
+/// A request for memory, rounded and routed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Request {
+    /// The bytes that the program asked for.
+    pub(crate) requested: u64,
+    /// The bytes of the block that serves it.
+    pub(crate) rounded: u64,
+    pub(crate) pool: PoolIx,
+}
+
+/// What a call to free came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Freed {
+    /// The block is free, or will be once other streams are done.
+    Done,
+    /// As `Done`; and the block's streams should be given an event now.
+    CloseDue(BlockId),
+    /// No block starts at this address.
+    Unknown,
+    /// A block starts at this address, but the program does not hold it.
+    NotHeld,
+}
+
+/// See the [module](self).
+#[derive(Debug)]
+pub(crate) struct DeviceState {
+    pub(crate) id: DeviceId,
+    pub(crate) config: Config,
+    pub(crate) capabilities: Capabilities,
+    /// Whether memory comes from address ranges; else from segments.
+    pub(crate) is_paged: bool,
+    /// Reserved bytes may not exceed this.
+    pub(crate) limit: u64,
+    /// The fraction of the device that `limit` was computed from.
+    pub(crate) fraction: f64,
+    /// The devices that reach mapped memory, this one first.
+    pub(crate) access: Vec<DeviceId>,
+    pub(crate) blocks: BlockTable,
+    pub(crate) pools: PoolSet,
+    pub(crate) spans: SpanTable,
+    pub(crate) streams: StreamTable,
+    pub(crate) pins: PinTable,
+    /// Handles that the driver did not take back; see [`Stray`].
+    pub(crate) strays: Vec<Stray>,
+    pub(crate) stats: Stats,
+    pub(crate) history: History,
+}
+
+impl DeviceState {
+    pub(crate) fn new(id: DeviceId, capabilities: Capabilities, config: &Config) -> Self {
+        let mut state = Self {
+            id,
+            is_paged: config.policy == Policy::Expandable && capabilities.virtual_memory,
+            limit: u64::MAX,
+            fraction: 1.0,
+            access: vec![id],
+            blocks: BlockTable::default(),
+            pools: PoolSet::default(),
+            spans: SpanTable::default(),
+            streams: StreamTable::default(),
+            pins: PinTable::default(),
+            strays: Vec::new(),
+            stats: Stats::default(),
+            history: History::new(config.history_limit),
+            config: config.clone(),
+            capabilities,
+        };
+        if config.per_process_memory_fraction < 1.0 {
+            state.set_fraction(config.per_process_memory_fraction);
+        }
+        state
+    }
+
+    /// Limits reserved memory to a part of the device. A limit below what is reserved already stops growth only.
+    pub(crate) fn set_fraction(&mut self, fraction: f64) {
+        self.fraction = fraction;
+        self.limit = (self.capabilities.total_bytes as f64 * fraction) as u64;
+    }
+
+    /// Limits reserved memory to so many bytes.
+    pub(crate) fn set_limit(&mut self, bytes: u64) {
+        self.fraction = (bytes as f64 / self.capabilities.total_bytes as f64).min(1.0);
+        self.limit = bytes;
+    }
+
+    /// The request for `requested` bytes, at most [`size::REQUEST_MAX`], on a stream, for a private pool or the default.
+    pub(crate) fn request(&mut self, requested: u64, stream: StreamIx, owner: Option<PrivateIx>) -> Request {
+        let rounded = size::block_size(requested, &self.config);
+        let pool = self.pools.of(owner, stream, SizeClass::of(rounded));
+        self.pools[pool].requests += 1;
+        Request { requested, rounded, pool }
+    }
+
+    /// Serves the request from a free block of its pool, if one fits.
+    pub(crate) fn malloc(&mut self, request: &Request) -> Option<DevicePtr> {
+        let block = self.fitting(request)?;
+        self.pools[request.pool].index.remove(block);
+        Some(self.hand_out(block.id, request))
+    }
+
+    /// The block that torch's rules choose for the request.
+    fn fitting(&self, request: &Request) -> Option<FreeBlock> {
+        let index = &self.pools[request.pool].index;
+        let mut block = index.best_fit(request.rounded)?;
+        if self.is_paged {
+            // A block that can grow counts as large as it can become, so the one before a large hole comes last.
+            while let Some(next) = index.after(block) {
+                if self.expandable_size(next.id) >= self.expandable_size(block.id) {
+                    break;
+                }
+                block = next;
+            }
+        }
+        if let Some(limit) = self.config.max_split_size {
+            let serves_ordinary = request.rounded < limit;
+            let spared = serves_ordinary && block.size >= limit;
+            let too_large =
+                !serves_ordinary && block.size >= request.rounded.saturating_add(self.config.max_non_split_rounding);
+            if spared || too_large {
+                return None;
+            }
+        }
+        Some(block)
+    }
+
+    fn expandable_size(&self, id: BlockId) -> u64 {
+        let block = &self.blocks[id];
+        let next = block.next.map(|next| &self.blocks[next]);
+        block.size + next.filter(|next| next.state == BlockState::Unmapped).map_or(0, |next| next.size)
+    }
+
+    /// Gives an idle block, which is in no index, to the request; what is left of it stays free.
+    pub(crate) fn hand_out(&mut self, id: BlockId, request: &Request) -> DevicePtr {
+        let class = self.pools[request.pool].class;
+        let before = self.inactive_split(id);
+        let mut after = Pieces::default();
+        let size = self.blocks[id].size;
+        if self.is_worth_splitting(request, class, size - request.rounded) {
+            let rest = self.blocks.split(id, request.rounded);
+            self.index(rest);
+            after = self.inactive_split(rest);
+        }
+        self.stats.on_inactive_split(class, before, after);
+
+        let block = &mut self.blocks[id];
+        block.state = BlockState::Allocated;
+        block.requested = request.requested;
+        block.last_use.clear();
+        let weight = Weight { class, size: block.size, requested: request.requested };
+        let address = block.address;
+        self.stats.on_allocated(weight, is_oversize(weight.size, self.config.max_split_size));
+        self.record(Action::Alloc, address, weight.requested, request.pool);
+        DevicePtr(address)
+    }
+
+    fn is_worth_splitting(&self, request: &Request, class: SizeClass, rest: u64) -> bool {
+        if class == SizeClass::Small || self.is_paged {
+            rest >= BLOCK_GRANULARITY
+        } else {
+            !is_oversize(request.rounded, self.config.max_split_size) && rest > SMALL_REQUEST_MAX
+        }
+    }
+
+    /// The program no longer holds `address`, whatever else it says about it.
+    pub(crate) fn free(&mut self, address: DevicePtr) -> Freed {
+        let Some(id) = self.blocks.at(address.0) else { return Freed::Unknown };
+        if self.blocks[id].state != BlockState::Allocated {
+            return Freed::NotHeld;
+        }
+        let weight = self.weight(id);
+        self.stats.on_free_requested(weight, is_oversize(weight.size, self.config.max_split_size));
+        self.record(Action::FreeRequested, address.0, weight.requested, self.blocks[id].pool);
+
+        let own = self.pools[self.blocks[id].pool].stream;
+        let own_epoch = self.streams.open_epoch(own);
+        if self.blocks[id].last_use.is_empty() {
+            self.blocks[id].last_use.set(own, own_epoch);
+            self.make_idle(id);
+            return Freed::Done;
+        }
+        self.make_pending(id, own)
+    }
+
+    /// The program used the block on other streams than its own: it waits for each of them.
+    fn make_pending(&mut self, id: BlockId, own: StreamIx) -> Freed {
+        let mut is_due = false;
+        let mut streams = 0;
+        let block = &mut self.blocks[id];
+        for (stream, _) in block.last_use.iter() {
+            is_due |= self.streams.wait_for_open(stream, id, block.size);
+            streams += 1;
+        }
+        block.last_use.stamp(|stream| self.streams.open_epoch(stream));
+        block.last_use.add(own, self.streams.open_epoch(own));
+        block.state = BlockState::Pending { streams };
+        self.stats.pending_frees += 1;
+        if is_due { Freed::CloseDue(id) } else { Freed::Done }
+    }
+
+    /// Notes that the program uses a block on `stream` too. Returns whether it holds such a block.
+    pub(crate) fn record_stream(&mut self, address: DevicePtr, stream: StreamIx) -> bool {
+        let Some(id) = self.blocks.at(address.0) else { return false };
+        let block = &mut self.blocks[id];
+        if block.state != BlockState::Allocated {
+            return false;
+        }
+        if self.pools[block.pool].stream != stream {
+            block.last_use.add(stream, 0);
+        }
+        true
+    }
+
+    /// One of the streams that a pending block waits for is done.
+    pub(crate) fn on_stream_done(&mut self, id: BlockId) {
+        let block = &mut self.blocks[id];
+        match &mut block.state {
+            BlockState::Pending { streams: 1 } | BlockState::Deferred { streams: 1 } => self.make_idle(id),
+            BlockState::Pending { streams } | BlockState::Deferred { streams } => *streams -= 1,
+            state => unreachable!("a block in state {state:?} waits for no stream"),
+        }
+    }
+
+    /// Nobody but the block's own stream can still be using it.
+    fn make_idle(&mut self, id: BlockId) {
+        let weight = self.weight(id);
+        self.stats.on_idle(weight);
+        let pool = self.blocks[id].pool;
+        self.record(Action::FreeCompleted, self.blocks[id].address, weight.requested, pool);
+        let own = self.pools[pool].stream;
+        let block = &mut self.blocks[id];
+        block.last_use.keep_only(own);
+        block.requested = 0;
+        block.idle_since = self.pools[pool].requests;
+        block.state = self.pools.idle_state(pool);
+        self.coalesce_and_index(id);
+    }
+
+    /// Unites an idle block, which is in no index, with its idle neighbours, and puts the result into the index.
+    pub(crate) fn coalesce_and_index(&mut self, id: BlockId) -> BlockId {
+        let state = self.blocks[id].state;
+        let mut before = Pieces::default();
+        if let Some(next) = self.blocks[id].next.filter(|next| self.blocks[*next].state == state) {
+            before += self.inactive_split(next);
+            self.unindex(next);
+            self.blocks.absorb_next(id);
+        }
+        let mut id = id;
+        if let Some(previous) = self.blocks[id].previous.filter(|previous| self.blocks[*previous].state == state) {
+            before += self.inactive_split(previous);
+            self.unindex(previous);
+            self.blocks.absorb_next(previous);
+            id = previous;
+        }
+        self.index(id);
+        self.stats.on_inactive_split(self.class(id), before, self.inactive_split(id));
+        id
+    }
+
+    /// Puts an idle block into its pool's index.
+    pub(crate) fn index(&mut self, id: BlockId) {
+        let block = &self.blocks[id];
+        let entry = FreeBlock { size: block.size, address: block.address, id };
+        self.pools[block.pool].index.insert(entry);
+    }
+
+    /// Takes an idle block out of its pool's index.
+    pub(crate) fn unindex(&mut self, id: BlockId) {
+        let block = &self.blocks[id];
+        let entry = FreeBlock { size: block.size, address: block.address, id };
+        self.pools[block.pool].index.remove(entry);
+    }
+
+    /// What torch counts as `inactive_split` of an idle block: all of it, if it is a piece of a segment.
+    pub(crate) fn inactive_split(&self, id: BlockId) -> Pieces {
+        let block = &self.blocks[id];
+        if !self.is_paged && block.is_split() { Pieces { blocks: 1, bytes: block.size } } else { Pieces::default() }
+    }
+
+    pub(crate) fn class(&self, id: BlockId) -> SizeClass {
+        self.pools[self.blocks[id].pool].class
+    }
+
+    fn weight(&self, id: BlockId) -> Weight {
+        let block = &self.blocks[id];
+        Weight { class: self.class(id), size: block.size, requested: block.requested }
+    }
+
+    /// Adds an event to the history, if one is kept.
+    pub(crate) fn record(&mut self, action: Action, address: u64, size: u64, pool: PoolIx) {
+        if self.history.is_on() {
+            let stream = self.streams.target(self.pools[pool].stream).handle;
+            self.history.push(action, address, size, stream, self.pool_id(pool));
+        }
+    }
+
+    /// The name of the private pool that a pool belongs to.
+    pub(crate) fn pool_id(&self, pool: PoolIx) -> PoolId {
+        self.pools[pool].owner.map_or(PoolId::DEFAULT, |owner| self.pools.private(owner).id)
+    }
+
+    /// One user less of a private pool. With the last, its idle memory is quarantined: the graphs that used it may
+    /// still be running.
+    pub(crate) fn release_pool(&mut self, id: PoolId) {
+        let Some(private) = self.pools.find_live(id) else { return };
+        if !self.pools.release(private) {
+            return;
+        }
+        for pool in self.pools.private(private).pools.clone() {
+            let idle: Vec<BlockId> = self.pools[pool].index.iter().map(|entry| entry.id).collect();
+            for block in idle {
+                self.blocks[block].state = BlockState::Quarantined;
+                self.stats.quarantined_blocks += 1;
+            }
+        }
+        self.pools.drop_empty_privates();
+    }
+}

@@ -1,0 +1,259 @@
+//! Carrying plans out: driver calls, and nothing else.
+//!
+//! A failure part of the way is undone here, so that the state hears either that all was done or what is left.
+
+use crate::{
+    driver::{CaptureMode, CaptureStatus, Completion, Driver, DriverError, Status},
+    event::{Closed, Closing, Mark},
+    id::{DevicePtr, Event, PhysicalHandle},
+    plan::{Hole, Map, MapFailure, Outcome, Plan, Release, ReleaseRun, Released, RunOutcome, Synchronize},
+};
+
+/// Makes the plan's calls. Whatever some stream is capturing meanwhile is not disturbed.
+///
+/// The user's callback is not a driver call: the caller runs it.
+pub(crate) fn execute<D: Driver>(driver: &D, plan: Plan) -> Outcome {
+    match plan {
+        Plan::Close(closings) => close(driver, closings),
+        Plan::CallBack => Outcome::CalledBack(false),
+        plan => match driver.exchange_capture_mode(CaptureMode::Relaxed) {
+            Ok(former) => {
+                let outcome = execute_relaxed(driver, plan);
+                // A thread that stays relaxed refuses less than it should, which harms nobody; try twice all the same.
+                let _ = driver.exchange_capture_mode(former).or_else(|_| driver.exchange_capture_mode(former));
+                outcome
+            }
+            Err(error) => refuse(plan, error),
+        },
+    }
+}
+
+fn execute_relaxed<D: Driver>(driver: &D, plan: Plan) -> Outcome {
+    match plan {
+        Plan::Poll(marks) => poll(driver, &marks),
+        Plan::Wait(marks) => {
+            let result = marks.iter().try_for_each(|mark| driver.synchronize_event(mark.device, mark.event));
+            Outcome::Waited(marks, result)
+        }
+        Plan::Synchronize(synchronize) => {
+            let result = synchronize_unless_capturing(driver, &synchronize);
+            Outcome::Synchronized(synchronize, result)
+        }
+        Plan::Obtain(obtain) => {
+            let result = driver.allocate(obtain.device, obtain.size);
+            Outcome::Obtained(obtain, result)
+        }
+        Plan::Reserve(reserve) => {
+            let result = driver.reserve_range(reserve.device, reserve.size);
+            Outcome::Reserved(reserve, result)
+        }
+        Plan::Map(map) => {
+            let result = create_and_map(driver, &map);
+            Outcome::Mapped(map, result)
+        }
+        Plan::Release(release) => Outcome::Released(give_back(driver, release)),
+        Plan::Close(_) | Plan::CallBack => unreachable!("carried out without a change of mode"),
+    }
+}
+
+/// The outcome of a plan of which no call was made.
+fn refuse(plan: Plan, error: DriverError) -> Outcome {
+    match plan {
+        Plan::Poll(_) => Outcome::Polled(Vec::new(), Some(error)),
+        Plan::Wait(marks) => Outcome::Waited(marks, Err(error)),
+        Plan::Synchronize(synchronize) => Outcome::Synchronized(synchronize, Err(error)),
+        Plan::Obtain(obtain) => Outcome::Obtained(obtain, Err(error)),
+        Plan::Reserve(reserve) => Outcome::Reserved(reserve, Err(error)),
+        Plan::Map(map) => Outcome::Mapped(map, Err(MapFailure { error, strays: Vec::new(), stuck: false })),
+        Plan::Release(release) => Outcome::Released(Released {
+            segments: release.segments.into_iter().map(|segment| (segment, false)).collect(),
+            runs: release.runs.into_iter().map(|run| (run, RunOutcome::Kept)).collect(),
+            ranges: release.ranges.into_iter().map(|range| (range, false)).collect(),
+            strays: release.strays.into_iter().map(|stray| (stray, false)).collect(),
+            lost_events: release.events.len() as u64,
+            error: Some(error),
+        }),
+        Plan::Close(_) | Plan::CallBack => unreachable!("carried out without a change of mode"),
+    }
+}
+
+fn close<D: Driver>(driver: &D, closings: Vec<Closing>) -> Outcome {
+    let mut first_error = None;
+    let closed = closings.into_iter().map(|mut closing| {
+        let mut spare = closing.event.take();
+        let closed = close_one(driver, &closing, &mut spare).unwrap_or_else(|error| {
+            first_error.get_or_insert(error);
+            Closed::Failed
+        });
+        (closing, closed, spare)
+    });
+    let closed = closed.collect();
+    Outcome::Closed(closed, first_error)
+}
+
+/// Records an event on the closing's stream, using `spare` or creating one; it stays in `spare` if it was not used.
+fn close_one<D: Driver>(driver: &D, closing: &Closing, spare: &mut Option<Event>) -> Result<Closed, DriverError> {
+    let target = closing.target;
+    match driver.capture_status(target) {
+        Ok(CaptureStatus::None) => {}
+        Ok(CaptureStatus::Active | CaptureStatus::Invalidated) => return Ok(Closed::Capturing),
+        Err(error) => return synchronize_for_dead_stream(driver, closing, error),
+    }
+    let event = match *spare {
+        Some(event) => event,
+        None => *spare.insert(driver.create_event(target.device)?),
+    };
+    match driver.record_event(event, target) {
+        Ok(()) => {
+            *spare = None;
+            Ok(Closed::Recorded(event))
+        }
+        Err(error) => synchronize_for_dead_stream(driver, closing, error),
+    }
+}
+
+/// A stream that was destroyed can record nothing, but its work goes on: only the whole device can answer for it.
+fn synchronize_for_dead_stream<D: Driver>(
+    driver: &D,
+    closing: &Closing,
+    error: DriverError,
+) -> Result<Closed, DriverError> {
+    if error.status != Status::InvalidHandle {
+        return Err(error);
+    }
+    let former = driver.exchange_capture_mode(CaptureMode::Relaxed)?;
+    let result = driver.synchronize_device(closing.target.device);
+    let _ = driver.exchange_capture_mode(former).or_else(|_| driver.exchange_capture_mode(former));
+    result.map(|()| Closed::Synchronized)
+}
+
+/// Asks about each stream's marks, oldest first, until one is not reached.
+fn poll<D: Driver>(driver: &D, marks: &[Mark]) -> Outcome {
+    let mut reached = Vec::new();
+    let mut first_error = None;
+    for marks in marks.chunk_by(|one, other| one.stream == other.stream) {
+        for mark in marks {
+            match driver.query_event(mark.device, mark.event) {
+                Ok(Completion::Done) => reached.push(*mark),
+                Ok(Completion::Pending) => break,
+                Err(error) => {
+                    first_error.get_or_insert(error);
+                    break;
+                }
+            }
+        }
+    }
+    Outcome::Polled(reached, first_error)
+}
+
+fn synchronize_unless_capturing<D: Driver>(driver: &D, plan: &Synchronize) -> Result<bool, DriverError> {
+    for stream in &plan.streams {
+        match driver.capture_status(*stream) {
+            Ok(CaptureStatus::None) => {}
+            Ok(CaptureStatus::Active | CaptureStatus::Invalidated) => return Ok(false),
+            // A stream that is gone captures nothing.
+            Err(error) if error.status == Status::InvalidHandle => {}
+            Err(error) => return Err(error),
+        }
+    }
+    driver.synchronize_device(plan.device).map(|()| true)
+}
+
+/// Creates a handle for every slot of every hole and maps it; on failure undoes what was done.
+fn create_and_map<D: Driver>(driver: &D, map: &Map) -> Result<Vec<PhysicalHandle>, MapFailure> {
+    let count = map.holes.iter().map(|hole| hole.size / map.handle_size).sum();
+    let mut handles = Vec::with_capacity(count as usize);
+    let mut mapped = Vec::new();
+    let result = (0..count)
+        .try_for_each(|_| {
+            handles.push(driver.create_handle(map.device, map.handle_size)?);
+            Ok(())
+        })
+        .and_then(|()| map_holes(driver, map, &handles, &mut mapped));
+    result.map_err(|error| undo_map(driver, map, handles.clone(), &mapped, error)).map(|()| handles)
+}
+
+/// Maps the handles into the holes, in order; `mapped` tells how far it came.
+fn map_holes<D: Driver>(
+    driver: &D,
+    map: &Map,
+    handles: &[PhysicalHandle],
+    mapped: &mut Vec<(DevicePtr, u64)>,
+) -> Result<(), DriverError> {
+    let mut handles = handles.iter();
+    for Hole { address, size, .. } in &map.holes {
+        let base = DevicePtr(*address);
+        for offset in (0..*size).step_by(map.handle_size as usize) {
+            let handle = *handles.next().expect("one handle was created for each slot");
+            driver.map(map.device, base.offset(offset), map.handle_size, handle)?;
+            match mapped.last_mut() {
+                Some((last, length)) if *last == base => *length += map.handle_size,
+                _ => mapped.push((base, map.handle_size)),
+            }
+        }
+        driver.set_access(map.device, base, *size, &map.access)?;
+    }
+    Ok(())
+}
+
+fn undo_map<D: Driver>(
+    driver: &D,
+    map: &Map,
+    handles: Vec<PhysicalHandle>,
+    mapped: &[(DevicePtr, u64)],
+    error: DriverError,
+) -> MapFailure {
+    let mut stuck = false;
+    for (base, size) in mapped {
+        stuck |= driver.unmap(map.device, *base, *size).is_err();
+    }
+    let strays = handles.into_iter().filter(|handle| driver.release_handle(map.device, *handle).is_err()).collect();
+    MapFailure { error, strays, stuck }
+}
+
+fn give_back<D: Driver>(driver: &D, release: Release) -> Released {
+    let mut released = Released::default();
+    let mut first_error = None;
+    let mut succeeds = |result: Result<(), DriverError>| match result {
+        Ok(()) => true,
+        Err(error) => {
+            first_error.get_or_insert(error);
+            false
+        }
+    };
+    for segment in release.segments {
+        let is_freed = succeeds(driver.free(segment.device, segment.base));
+        released.segments.push((segment, is_freed));
+    }
+    for run in release.runs {
+        let outcome = if succeeds(driver.unmap(run.device, run.address, run.size)) {
+            RunOutcome::Unmapped(release_handles(driver, &run, &mut succeeds))
+        } else {
+            RunOutcome::Kept
+        };
+        released.runs.push((run, outcome));
+    }
+    for range in release.ranges {
+        let is_freed = succeeds(driver.free_range(range.device, range.base, range.size));
+        released.ranges.push((range, is_freed));
+    }
+    for stray in release.strays {
+        let is_released = succeeds(driver.release_handle(stray.device, stray.handle));
+        released.strays.push((stray, is_released));
+    }
+    for (device, event) in release.events {
+        released.lost_events += u64::from(!succeeds(driver.destroy_event(device, event)));
+    }
+    released.error = first_error;
+    released
+}
+
+/// Releases a run's handles; returns those that the driver did not take back.
+fn release_handles<D: Driver>(
+    driver: &D,
+    run: &ReleaseRun,
+    succeeds: &mut impl FnMut(Result<(), DriverError>) -> bool,
+) -> Vec<PhysicalHandle> {
+    let handles = run.handles.iter().copied();
+    handles.filter(|handle| !succeeds(driver.release_handle(run.device, *handle))).collect()
+}

@@ -1,0 +1,222 @@
+//! What is tried when no free block fits, in which order.
+//!
+//! Before every rung the pool is searched again, since any rung, and any other thread, may have freed what is needed.
+//! The order is torch's (`malloc` in
+//! [CUDACachingAllocator.cpp](https://github.com/pytorch/pytorch/blob/v2.11.0/c10/cuda/CUDACachingAllocator.cpp)), with
+//! three differences: events are asked about here and not in every malloc; after the wait the pool is searched before the
+//! driver is asked for anything; the user's callback comes last, since it may throw away what took long to make.
+
+use crate::{
+    device::{DeviceState, Request},
+    driver::DriverError,
+    id::DevicePtr,
+    plan::{Outcome, Plan},
+};
+
+/// One thing to try.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Rung {
+    /// Give an event to every stream that blocks wait for.
+    ClosePending,
+    /// Ask the oldest events of every stream.
+    Poll,
+    /// Return segments that went unused long, if a threshold is set and passed.
+    Collect,
+    /// Obtain new memory.
+    Grow,
+    /// Return segments that must not be split.
+    ReleaseOversize,
+    /// Obtain new memory after that.
+    GrowAfterOversize,
+    /// Give an event to every stream, also for the last uses of idle memory.
+    CloseAll,
+    /// Wait on the host for every event.
+    Wait,
+    /// Wait for the device, so that released private pools can go back.
+    Synchronize,
+    /// Return all cached memory.
+    ReleaseCached,
+    /// Obtain new memory after that.
+    GrowLast,
+    /// Let the user free something, and start once more from the first rung.
+    CallBack,
+}
+
+impl Rung {
+    /// Every rung, in order.
+    pub const ALL: [Self; 12] = [
+        Self::ClosePending,
+        Self::Poll,
+        Self::Collect,
+        Self::Grow,
+        Self::ReleaseOversize,
+        Self::GrowAfterOversize,
+        Self::CloseAll,
+        Self::Wait,
+        Self::Synchronize,
+        Self::ReleaseCached,
+        Self::GrowLast,
+        Self::CallBack,
+    ];
+
+    /// The rungs that give cached memory back: what `empty_cache` does. The second release returns the ranges that the
+    /// first one emptied.
+    pub(crate) const EMPTY_CACHE: [Self; 5] =
+        [Self::CloseAll, Self::Wait, Self::Synchronize, Self::ReleaseCached, Self::ReleaseCached];
+}
+
+/// How far the search for one request has come.
+#[derive(Debug)]
+pub(crate) struct Ladder {
+    pub(crate) request: Request,
+    next: usize,
+    was_called_back: bool,
+    /// The last rung below growth that failed: if nothing serves the request, this and no lack of memory is why.
+    failure: Option<DriverError>,
+}
+
+impl Ladder {
+    pub(crate) fn new(request: Request) -> Self {
+        Self { request, next: 0, was_called_back: false, failure: None }
+    }
+}
+
+/// What to do next for a request.
+#[derive(Debug)]
+pub(crate) enum Step {
+    /// The request is served.
+    Done(DevicePtr),
+    /// Carry this out, commit the outcome, and climb on.
+    Run(Rung, Plan),
+    /// Nothing is left to try. With an error, a driver call other than for new memory failed on the way.
+    Fail(Option<DriverError>),
+}
+
+impl DeviceState {
+    /// The next step for the ladder's request.
+    pub(crate) fn climb(&mut self, ladder: &mut Ladder) -> Step {
+        if let Some(address) = self.malloc(&ladder.request) {
+            return Step::Done(address);
+        }
+        while let Some(rung) = Rung::ALL.get(ladder.next).copied() {
+            ladder.next += 1;
+            if rung == Rung::GrowLast {
+                self.stats.num_alloc_retries += 1;
+            }
+            if rung == Rung::CallBack && ladder.was_called_back {
+                continue;
+            }
+            let Some(plan) = self.plan_for(rung, &ladder.request) else { continue };
+            if let Plan::Reserve(_) = plan {
+                // Addresses are not memory yet: the same rung goes on when they are there.
+                ladder.next -= 1;
+            }
+            self.stats.rungs[rung as usize] += 1;
+            return Step::Run(rung, plan);
+        }
+        Step::Fail(ladder.failure)
+    }
+
+    /// What `rung` asks of the driver for this request, if it applies.
+    fn plan_for(&mut self, rung: Rung, request: &Request) -> Option<Plan> {
+        match rung {
+            Rung::ClosePending => self.plan_close_pending(),
+            Rung::Poll => self.plan_poll(),
+            Rung::Collect => self.plan_collect(),
+            Rung::Grow | Rung::GrowLast => self.plan_growth(request),
+            Rung::ReleaseOversize => self.plan_release_oversize(request),
+            Rung::GrowAfterOversize => self.config.max_split_size.and_then(|_| self.plan_growth(request)),
+            Rung::CloseAll => self.plan_close_all(),
+            Rung::Wait => self.plan_wait(),
+            Rung::Synchronize => self.plan_synchronize(),
+            Rung::ReleaseCached => self.plan_release_all(false),
+            Rung::CallBack => Some(Plan::CallBack),
+        }
+    }
+
+    fn plan_growth(&mut self, request: &Request) -> Option<Plan> {
+        if self.is_paged { self.plan_map(request) } else { self.plan_obtain(request) }
+    }
+
+    /// What one of the rungs of [`Rung::EMPTY_CACHE`] asks of the driver.
+    pub(crate) fn plan_empty(&mut self, rung: Rung) -> Option<Plan> {
+        match rung {
+            Rung::CloseAll => self.plan_close_all(),
+            Rung::Wait => self.plan_wait(),
+            Rung::Synchronize => self.plan_synchronize(),
+            Rung::ReleaseCached => self.plan_release_all(true),
+            _ => unreachable!("emptying the cache neither grows nor asks the user"),
+        }
+    }
+
+    /// Takes note of an outcome on behalf of a request. Returns the address if the request is served now, and the
+    /// failure if the driver refused new memory for another reason than having none.
+    pub(crate) fn commit_for(
+        &mut self,
+        outcome: Outcome,
+        ladder: &mut Ladder,
+    ) -> Result<Option<DevicePtr>, DriverError> {
+        let refused = |error: DriverError| if error.is_out_of_memory() { Ok(None) } else { Err(error) };
+        match outcome {
+            Outcome::Obtained(obtain, Ok(address)) => Ok(Some(self.commit_obtain(&obtain, address, &ladder.request))),
+            Outcome::Obtained(_, Err(error)) => refused(error),
+            Outcome::Reserved(reserve, Ok(base)) => {
+                self.commit_reserve(&reserve, base);
+                Ok(None)
+            }
+            Outcome::Reserved(_, Err(error)) => {
+                // Go on to the next rung: this one cannot go on without addresses.
+                ladder.next += 1;
+                refused(error)
+            }
+            Outcome::Mapped(map, Ok(handles)) => Ok(Some(self.commit_map(&map, handles, &ladder.request))),
+            Outcome::Mapped(map, Err(failure)) => {
+                self.commit_map_failed(&map, &failure);
+                refused(failure.error)
+            }
+            Outcome::CalledBack(has_freed) => {
+                ladder.was_called_back = true;
+                if has_freed {
+                    ladder.next = 0;
+                }
+                Ok(None)
+            }
+            other => {
+                ladder.failure = self.commit(other).err();
+                Ok(None)
+            }
+        }
+    }
+
+    /// Takes note of an outcome that serves no request. The state is right again in any case; the error is reported.
+    pub(crate) fn commit(&mut self, outcome: Outcome) -> Result<(), DriverError> {
+        match outcome {
+            Outcome::Closed(closings, error) => {
+                self.commit_close(closings);
+                error.map_or(Ok(()), Err)
+            }
+            Outcome::Polled(marks, error) => {
+                self.commit_done(&marks);
+                error.map_or(Ok(()), Err)
+            }
+            Outcome::Waited(marks, result) => {
+                self.commit_wait(&marks, result);
+                result
+            }
+            Outcome::Synchronized(synchronize, result) => {
+                if result? {
+                    self.commit_synchronize(&synchronize);
+                }
+                Ok(())
+            }
+            Outcome::Released(released) => {
+                let error = released.error;
+                self.commit_release(released);
+                error.map_or(Ok(()), Err)
+            }
+            Outcome::Obtained(..) | Outcome::Reserved(..) | Outcome::Mapped(..) | Outcome::CalledBack(_) => {
+                unreachable!("memory is obtained for a request only")
+            }
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! What the driver is to be asked for, decided under the lock, and what came of it.
+//!
+//! A plan is plain data. [`DeviceState`](crate::device::DeviceState) makes it and marks all that it uses `Claimed`;
+//! [`execute`](crate::execute) carries it out without the state; the state then takes note of the outcome. So a driver
+//! call that fails, or that takes long, never leaves the state half changed or locked.
+
+use crate::{
+    backing::SpanIx,
+    block::BlockId,
+    driver::DriverError,
+    event::{Closed, Closing, Mark, StreamIx},
+    id::{DeviceId, DevicePtr, Event, PhysicalHandle, Stream},
+    last_use::Epoch,
+    pool_set::PoolIx,
+    size::SizeClass,
+};
+
+/// Driver calls to be made.
+#[derive(Debug)]
+pub(crate) enum Plan {
+    /// Record an event on each stream.
+    Close(Vec<Closing>),
+    /// Ask which marks are reached: those of one stream stand together, oldest first.
+    Poll(Vec<Mark>),
+    /// Wait on the host until all marks are reached. Under no lock.
+    Wait(Vec<Mark>),
+    /// Wait on the host until the device is idle, unless one of these streams is capturing. Under no lock.
+    Synchronize(Synchronize),
+    /// Allocate a segment.
+    Obtain(Obtain),
+    /// Set addresses aside.
+    Reserve(Reserve),
+    /// Create handles and map them.
+    Map(Map),
+    /// Give memory back.
+    Release(Release),
+    /// Ask the user's callback to free something. Under no lock.
+    CallBack,
+}
+
+/// A device synchronise, and the epochs that it proves over.
+#[derive(Debug)]
+pub(crate) struct Synchronize {
+    pub(crate) device: DeviceId,
+    pub(crate) streams: Vec<Stream>,
+    pub(crate) epochs: Vec<(StreamIx, Epoch)>,
+    /// How many private pools had been released when it was planned.
+    pub(crate) releases: u64,
+}
+
+/// A segment for one request.
+#[derive(Debug)]
+pub(crate) struct Obtain {
+    pub(crate) device: DeviceId,
+    pub(crate) pool: PoolIx,
+    pub(crate) size: u64,
+}
+
+/// An address range for one pool.
+#[derive(Debug)]
+pub(crate) struct Reserve {
+    pub(crate) device: DeviceId,
+    pub(crate) pool: PoolIx,
+    pub(crate) size: u64,
+    pub(crate) handle_size: u64,
+}
+
+/// Holes of a range to be filled with new handles, so that `pieces` become one block.
+#[derive(Debug)]
+pub(crate) struct Map {
+    pub(crate) device: DeviceId,
+    pub(crate) span: SpanIx,
+    /// Claimed blocks, each touching the next: some have memory, some are the holes.
+    pub(crate) pieces: Vec<BlockId>,
+    pub(crate) holes: Vec<Hole>,
+    pub(crate) handle_size: u64,
+    /// The devices that shall reach the memory.
+    pub(crate) access: Vec<DeviceId>,
+}
+
+/// Addresses with no memory behind them: whole handles.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Hole {
+    pub(crate) block: BlockId,
+    pub(crate) address: u64,
+    pub(crate) size: u64,
+}
+
+/// Memory to be given back.
+#[derive(Debug, Default)]
+pub(crate) struct Release {
+    pub(crate) segments: Vec<ReleaseSegment>,
+    pub(crate) runs: Vec<ReleaseRun>,
+    /// Ranges in which nothing is mapped.
+    pub(crate) ranges: Vec<ReleaseRange>,
+    /// Handles that could not be released before.
+    pub(crate) strays: Vec<Stray>,
+    pub(crate) events: Vec<(DeviceId, Event)>,
+}
+
+impl Release {
+    pub(crate) fn is_empty(&self) -> bool {
+        let Self { segments, runs, ranges, strays, events } = self;
+        segments.is_empty() && runs.is_empty() && ranges.is_empty() && strays.is_empty() && events.is_empty()
+    }
+}
+
+/// A segment to be freed: its one block is claimed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ReleaseSegment {
+    pub(crate) device: DeviceId,
+    pub(crate) block: BlockId,
+    pub(crate) base: DevicePtr,
+}
+
+/// Whole handles to be unmapped and released: the block over them is claimed.
+#[derive(Clone, Debug)]
+pub(crate) struct ReleaseRun {
+    pub(crate) device: DeviceId,
+    pub(crate) block: BlockId,
+    pub(crate) address: DevicePtr,
+    pub(crate) size: u64,
+    pub(crate) handles: Vec<PhysicalHandle>,
+}
+
+/// A range to be given back: its one block is claimed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ReleaseRange {
+    pub(crate) device: DeviceId,
+    pub(crate) block: BlockId,
+    pub(crate) base: DevicePtr,
+    pub(crate) size: u64,
+}
+
+/// A handle without a mapping that the driver did not take back when asked. Still counted as reserved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Stray {
+    pub(crate) device: DeviceId,
+    pub(crate) handle: PhysicalHandle,
+    pub(crate) size: u64,
+    /// The pool whose figures count it.
+    pub(crate) class: SizeClass,
+}
+
+/// What came of a plan.
+#[derive(Debug)]
+pub(crate) enum Outcome {
+    /// Each closing with what came of it, and the event that it did not use.
+    Closed(Vec<(Closing, Closed, Option<Event>)>, Option<DriverError>),
+    /// The marks that are reached.
+    Polled(Vec<Mark>, Option<DriverError>),
+    /// All marks waited for, and whether the wait went well.
+    Waited(Vec<Mark>, Result<(), DriverError>),
+    /// `Ok(false)`: a stream was capturing, and nothing was waited for.
+    Synchronized(Synchronize, Result<bool, DriverError>),
+    Obtained(Obtain, Result<DevicePtr, DriverError>),
+    Reserved(Reserve, Result<DevicePtr, DriverError>),
+    Mapped(Map, Result<Vec<PhysicalHandle>, MapFailure>),
+    Released(Released),
+    CalledBack(bool),
+}
+
+/// Why holes could not be filled.
+#[derive(Debug)]
+pub(crate) struct MapFailure {
+    pub(crate) error: DriverError,
+    /// Handles that were created on the way and could not be released again.
+    pub(crate) strays: Vec<PhysicalHandle>,
+    /// Whether mappings were made that could not be undone: the holes must never be used again.
+    pub(crate) stuck: bool,
+}
+
+/// What was given back and what was not.
+#[derive(Debug, Default)]
+pub(crate) struct Released {
+    pub(crate) segments: Vec<(ReleaseSegment, bool)>,
+    pub(crate) runs: Vec<(ReleaseRun, RunOutcome)>,
+    pub(crate) ranges: Vec<(ReleaseRange, bool)>,
+    pub(crate) strays: Vec<(Stray, bool)>,
+    /// Events that could not be destroyed: they are lost, and counted.
+    pub(crate) lost_events: u64,
+    /// The first failure.
+    pub(crate) error: Option<DriverError>,
+}
+
+/// What became of a run of handles.
+#[derive(Debug)]
+pub(crate) enum RunOutcome {
+    /// Still mapped, as before.
+    Kept,
+    /// Unmapped; these handles could not be released.
+    Unmapped(Vec<PhysicalHandle>),
+}

@@ -1,0 +1,168 @@
+//! Finding out which streams are done: closing epochs, polling events, waiting.
+
+use crate::{
+    block::{BlockId, BlockState},
+    device::DeviceState,
+    driver::DriverError,
+    event::{Closed, Closing, Mark, StreamIx},
+    id::Event,
+    last_use::Epoch,
+    plan::{Plan, Synchronize},
+};
+
+impl DeviceState {
+    /// Events for the streams that this block waits for.
+    pub(crate) fn plan_close_of(&mut self, block: BlockId) -> Vec<Closing> {
+        let uses = self.blocks[block].last_use.clone();
+        let own = self.pools[self.blocks[block].pool].stream;
+        let foreign = uses.iter().filter(|(stream, _)| *stream != own);
+        foreign.filter_map(|(stream, epoch)| self.streams.begin_close(stream, epoch)).collect()
+    }
+
+    /// An event for a stream that will take no more work.
+    pub(crate) fn plan_close_stream(&mut self, stream: StreamIx) -> Vec<Closing> {
+        let epoch = self.streams.open_epoch(stream);
+        self.streams.begin_close(stream, epoch).into_iter().collect()
+    }
+
+    /// Events for all streams that pending blocks wait for and that none answers for yet.
+    pub(crate) fn plan_close_pending(&mut self) -> Option<Plan> {
+        let needed = self.streams.ids().filter_map(|stream| {
+            let (epoch, _) = self.streams.waiting(stream).last()?;
+            Some((stream, epoch))
+        });
+        let needed: Vec<_> = needed.collect();
+        self.plan_close(needed)
+    }
+
+    /// As [`plan_close_pending`](Self::plan_close_pending), and for the last uses of all idle memory that may be
+    /// unmapped.
+    pub(crate) fn plan_close_all(&mut self) -> Option<Plan> {
+        let mut needed: Vec<(StreamIx, Epoch)> = Vec::new();
+        for stream in self.streams.ids() {
+            needed.extend(self.streams.waiting(stream).last().map(|(epoch, _)| (stream, epoch)));
+        }
+        if self.is_paged {
+            for pool in self.pools.ids().filter(|pool| self.pools.is_releasable(*pool)) {
+                for entry in self.pools[pool].index.iter() {
+                    needed.extend(self.blocks[entry.id].last_use.iter());
+                }
+            }
+        }
+        needed.sort_unstable();
+        self.plan_close(needed)
+    }
+
+    /// `needed` names streams with the epochs that shall be answered for, the highest of each stream last.
+    fn plan_close(&mut self, needed: Vec<(StreamIx, Epoch)>) -> Option<Plan> {
+        let mut closings: Vec<Closing> = Vec::new();
+        for (stream, epoch) in needed.into_iter().rev() {
+            if !closings.iter().any(|closing| closing.stream == stream) {
+                closings.extend(self.streams.begin_close(stream, epoch));
+            }
+        }
+        closings.reverse();
+        (!closings.is_empty()).then_some(Plan::Close(closings))
+    }
+
+    /// A poll of the oldest events.
+    pub(crate) fn plan_poll(&self) -> Option<Plan> {
+        let marks = self.streams.oldest_marks();
+        (!marks.is_empty()).then_some(Plan::Poll(marks))
+    }
+
+    /// A host wait for all that was recorded.
+    pub(crate) fn plan_wait(&mut self) -> Option<Plan> {
+        let marks = self.streams.await_newest_marks();
+        (!marks.is_empty()).then_some(Plan::Wait(marks))
+    }
+
+    /// A device synchronise, if released private pools hold memory that waits for one.
+    pub(crate) fn plan_synchronize(&mut self) -> Option<Plan> {
+        self.pools.has_unproven().then(|| self.plan_synchronize_device())
+    }
+
+    /// A device synchronise.
+    pub(crate) fn plan_synchronize_device(&mut self) -> Plan {
+        let streams = self.streams.ids().map(|stream| self.streams.target(stream));
+        let streams = streams.filter(|stream| stream.device == self.id).collect();
+        let epochs = self.streams.begin_synchronize();
+        Plan::Synchronize(Synchronize { device: self.id, streams, epochs, releases: self.pools.releases() })
+    }
+
+    /// Takes note of closed epochs.
+    pub(crate) fn commit_close(&mut self, closings: Vec<(Closing, Closed, Option<Event>)>) {
+        for (closing, closed, spare) in closings {
+            self.streams.commit_close(&closing, closed, spare);
+            match closed {
+                Closed::Recorded(_) => self.set_deferred(closing.stream, false),
+                Closed::Capturing => self.set_deferred(closing.stream, true),
+                Closed::Synchronized => {
+                    self.stats.dead_streams += 1;
+                    self.stats.host_waits += 1;
+                    self.release_waiting(closing.stream);
+                }
+                Closed::Failed => {}
+            }
+        }
+    }
+
+    /// Takes note of marks that are reached.
+    pub(crate) fn commit_done(&mut self, marks: &[Mark]) {
+        for mark in marks {
+            self.streams.finish(mark.stream, mark.epoch);
+            self.release_waiting(mark.stream);
+        }
+    }
+
+    /// Takes note of a host wait's end.
+    pub(crate) fn commit_wait(&mut self, marks: &[Mark], result: Result<(), DriverError>) {
+        for mark in marks {
+            self.streams.end_wait(mark);
+        }
+        self.stats.host_waits += 1;
+        self.stats.num_sync_all_streams += 1;
+        if result.is_ok() {
+            self.commit_done(marks);
+        }
+    }
+
+    /// Takes note of a device synchronise: what it proves over, and that no graph runs on pools released before it.
+    pub(crate) fn commit_synchronize(&mut self, synchronize: &Synchronize) {
+        self.stats.host_waits += 1;
+        for (stream, epoch) in &synchronize.epochs {
+            if self.streams.target(*stream).device == self.id {
+                self.streams.finish(*stream, *epoch);
+                self.release_waiting(*stream);
+            }
+        }
+        self.pools.prove(synchronize.releases);
+    }
+
+    /// Blocks that waited for what is over now.
+    fn release_waiting(&mut self, stream: StreamIx) {
+        while let Some(block) = self.streams.next_released(stream) {
+            self.on_stream_done(block);
+        }
+    }
+
+    /// Blocks that no event answers for are deferred while their stream is capturing, and pending again after it.
+    fn set_deferred(&mut self, stream: StreamIx, is_deferred: bool) {
+        let blocks: Vec<BlockId> = if is_deferred {
+            self.streams.unanswered(stream).collect()
+        } else {
+            self.streams.waiting(stream).map(|(_, block)| block).collect()
+        };
+        for block in blocks {
+            let state = &mut self.blocks[block].state;
+            *state = match *state {
+                BlockState::Pending { streams } if is_deferred => {
+                    self.stats.deferred_frees += 1;
+                    BlockState::Deferred { streams }
+                }
+                BlockState::Deferred { streams } if !is_deferred => BlockState::Pending { streams },
+                other => other,
+            };
+        }
+    }
+}
