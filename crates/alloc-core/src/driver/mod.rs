@@ -10,6 +10,9 @@
 //! - A call that fails has changed nothing, and the failure belongs to that call alone: the next call does not see it.
 //! - None of them waits for queued work, except where the text says so.
 
+#[cfg(feature = "sim")]
+pub mod sim;
+
 use std::fmt;
 
 use crate::id::{DeviceId, DevicePtr, Event, PhysicalHandle, Stream, StreamHandle};
