@@ -86,9 +86,9 @@ impl Device {
 ///
 /// ```
 /// # #[cfg(feature = "sim")] {
-/// use alloc_core::{allocator::{Allocator, FreeOutcome}, config::Config, driver::sim::SimDriver, id::{DeviceId, StreamHandle}};
+/// use alloc_core::{allocator::{Allocator, FreeOutcome}, config::Config, driver::sim::{SimDriver, SimOptions}, id::{DeviceId, StreamHandle}};
 ///
-/// let allocator = Allocator::new(SimDriver::default(), Config::default());
+/// let allocator = Allocator::new(SimDriver::new(SimOptions::default()), Config::default());
 /// let address = allocator.malloc(1000, DeviceId(0), StreamHandle::DEFAULT, None)?.expect("not a request for nothing");
 /// assert_eq!(allocator.free(address, DeviceId(0)), FreeOutcome::Freed);
 /// # }

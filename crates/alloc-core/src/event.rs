@@ -288,6 +288,11 @@ impl StreamTable {
         std::mem::take(&mut self.idle)
     }
 
+    /// Takes back events that could not be destroyed.
+    pub(crate) fn put_idle_events(&mut self, events: Vec<(DeviceId, Event)>) {
+        self.idle.extend(events);
+    }
+
     fn marks(&self, stream: StreamIx) -> impl DoubleEndedIterator<Item = Mark> + '_ {
         let state = self.state(stream);
         let device = state.target.device;

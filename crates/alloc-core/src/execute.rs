@@ -70,7 +70,7 @@ fn refuse(plan: Plan, error: DriverError) -> Outcome {
             runs: release.runs.into_iter().map(|run| (run, RunOutcome::Kept)).collect(),
             ranges: release.ranges.into_iter().map(|range| (range, false)).collect(),
             strays: release.strays.into_iter().map(|stray| (stray, false)).collect(),
-            lost_events: release.events.len() as u64,
+            events: release.events,
             error: Some(error),
         }),
         Plan::Close(_) | Plan::CallBack => unreachable!("carried out without a change of mode"),
@@ -242,7 +242,9 @@ fn give_back<D: Driver>(driver: &D, release: Release) -> Released {
         released.strays.push((stray, is_released));
     }
     for (device, event) in release.events {
-        released.lost_events += u64::from(!succeeds(driver.destroy_event(device, event)));
+        if !succeeds(driver.destroy_event(device, event)) {
+            released.events.push((device, event));
+        }
     }
     released.error = first_error;
     released

@@ -70,6 +70,7 @@ impl Rung {
 pub(crate) struct Ladder {
     pub(crate) request: Request,
     next: usize,
+    was_retried: bool,
     was_called_back: bool,
     /// The last rung below growth that failed: if nothing serves the request, this and no lack of memory is why.
     failure: Option<DriverError>,
@@ -77,7 +78,7 @@ pub(crate) struct Ladder {
 
 impl Ladder {
     pub(crate) fn new(request: Request) -> Self {
-        Self { request, next: 0, was_called_back: false, failure: None }
+        Self { request, next: 0, was_retried: false, was_called_back: false, failure: None }
     }
 }
 
@@ -100,7 +101,8 @@ impl DeviceState {
         }
         while let Some(rung) = Rung::ALL.get(ladder.next).copied() {
             ladder.next += 1;
-            if rung == Rung::GrowLast {
+            if rung == Rung::GrowLast && !ladder.was_retried {
+                ladder.was_retried = true;
                 self.stats.num_alloc_retries += 1;
             }
             if rung == Rung::CallBack && ladder.was_called_back {

@@ -177,8 +177,8 @@ pub(crate) struct Released {
     pub(crate) runs: Vec<(ReleaseRun, RunOutcome)>,
     pub(crate) ranges: Vec<(ReleaseRange, bool)>,
     pub(crate) strays: Vec<(Stray, bool)>,
-    /// Events that could not be destroyed: they are lost, and counted.
-    pub(crate) lost_events: u64,
+    /// Events that could not be destroyed.
+    pub(crate) events: Vec<(DeviceId, Event)>,
     /// The first failure.
     pub(crate) error: Option<DriverError>,
 }

@@ -205,7 +205,7 @@ impl DeviceState {
                 self.strays.push(stray);
             }
         }
-        self.stats.lost_events += released.lost_events;
+        self.streams.put_idle_events(released.events);
         self.pools.drop_empty_privates();
     }
 

@@ -35,20 +35,16 @@ impl DeviceState {
         self.plan_close(needed)
     }
 
-    /// As [`plan_close_pending`](Self::plan_close_pending), and for the last uses of all idle memory that may be
-    /// unmapped.
+    /// As [`plan_close_pending`](Self::plan_close_pending), and for every last use of memory that may be unmapped:
+    /// idle now, or once the pending blocks are.
     pub(crate) fn plan_close_all(&mut self) -> Option<Plan> {
-        let mut needed: Vec<(StreamIx, Epoch)> = Vec::new();
-        for stream in self.streams.ids() {
-            needed.extend(self.streams.waiting(stream).last().map(|(epoch, _)| (stream, epoch)));
+        if !self.is_paged {
+            return self.plan_close_pending();
         }
-        if self.is_paged {
-            for pool in self.pools.ids().filter(|pool| self.pools.is_releasable(*pool)) {
-                for entry in self.pools[pool].index.iter() {
-                    needed.extend(self.blocks[entry.id].last_use.iter());
-                }
-            }
-        }
+        let pending = self.streams.ids().flat_map(|stream| self.streams.waiting(stream)).map(|(_, block)| block);
+        let releasable = self.pools.ids().filter(|pool| self.pools.is_releasable(*pool));
+        let idle = releasable.flat_map(|pool| self.pools[pool].index.iter()).map(|entry| entry.id);
+        let mut needed: Vec<_> = pending.chain(idle).flat_map(|block| self.blocks[block].last_use.iter()).collect();
         needed.sort_unstable();
         self.plan_close(needed)
     }

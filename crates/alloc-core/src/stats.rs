@@ -174,8 +174,6 @@ pub struct Stats {
     pub deferred_frees: u64,
     /// Blocks that were quarantined with their private pool.
     pub quarantined_blocks: u64,
-    /// Events that the driver did not take back.
-    pub lost_events: u64,
     /// Frees of addresses that were not allocated here, or not any more.
     pub invalid_frees: u64,
 }

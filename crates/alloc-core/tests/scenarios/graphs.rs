@@ -1,0 +1,120 @@
+//! Captures and private pools.
+
+use alloc_core::{driver::CaptureMode, id::PoolId};
+
+use crate::rig::{MAIN, MIB, Rig, SIDE};
+
+const BOTH: [&str; 2] = ["policy:native", "policy:expandable"];
+const POOL: PoolId = PoolId(1, 0);
+
+/// Captures a graph on the side stream that writes two temporaries, one after the other in one block.
+fn capture(rig: &mut Rig) -> alloc_core::driver::sim::GraphId {
+    rig.begin_pool(POOL, SIDE);
+    rig.gpu.begin_capture(SIDE, CaptureMode::Global).expect("it can capture");
+    let first = rig.malloc(20 * MIB, SIDE);
+    rig.write(SIDE, first);
+    rig.free(first);
+    let second = rig.malloc(20 * MIB, SIDE);
+    assert_eq!(first, second, "one capture on one stream reuses its own memory");
+    rig.write(SIDE, second);
+    rig.free(second);
+    let graph = rig.gpu.end_capture(SIDE).expect("nothing spoiled it");
+    rig.allocator.end_pool(crate::rig::DEVICE, POOL);
+    graph
+}
+
+#[test]
+fn captured_memory_belongs_to_the_graph_until_its_pool_is_released() {
+    for config in BOTH {
+        let mut rig = Rig::new(config);
+        rig.gpu.touch_stream(SIDE).expect("the stream can be made");
+        let graph = capture(&mut rig);
+        rig.allocator.empty_cache().expect("the rest can be returned");
+        assert_eq!(rig.reserved(), 20 * MIB, "a graph may run at any time");
+        let other = rig.malloc(20 * MIB, SIDE);
+        rig.gpu.replay(graph, MAIN).expect("no race");
+        rig.write(SIDE, other);
+        rig.gpu.destroy_graph(graph).expect("it exists");
+        rig.release_pool(POOL);
+        assert_eq!(rig.reserved(), 40 * MIB, "the replay may still be running");
+        rig.allocator.empty_cache().expect("the graph's memory can be returned");
+        assert_eq!(rig.reserved(), 20 * MIB);
+        rig.finish();
+    }
+}
+
+#[test]
+fn released_pool_is_returned_when_memory_runs_out() {
+    for config in BOTH {
+        let mut rig = Rig::new(config);
+        rig.gpu.touch_stream(SIDE).expect("the stream can be made");
+        let graph = capture(&mut rig);
+        rig.gpu.replay(graph, MAIN).expect("no race");
+        rig.gpu.destroy_graph(graph).expect("it exists");
+        rig.release_pool(POOL);
+        let all = rig.malloc(240 * MIB, MAIN);
+        rig.write(MAIN, all);
+        rig.finish();
+    }
+}
+
+#[test]
+fn free_that_falls_into_a_capture_is_deferred_and_completes_after_it() {
+    for config in BOTH {
+        let mut rig = Rig::new(config);
+        let block = rig.malloc(4 * MIB, MAIN);
+        rig.record_stream(block, SIDE);
+        rig.gpu.begin_capture(SIDE, CaptureMode::Global).expect("it can capture");
+        rig.free(block);
+        assert_eq!(rig.stats().deferred_frees, 1);
+        let other = rig.malloc(4 * MIB, MAIN);
+        assert_ne!(other, block, "no event could be recorded");
+        rig.gpu.end_capture(SIDE).expect("nothing spoiled it");
+        let large = rig.malloc(100 * MIB, MAIN);
+        rig.gpu.complete(None).expect("no fault");
+        rig.free(large);
+        rig.malloc(120 * MIB, MAIN);
+        assert_eq!(rig.stats().active_bytes.all.current, 124 * MIB);
+        rig.finish();
+    }
+}
+
+#[test]
+fn growth_polls_and_waits_during_a_capture_leave_it_intact() {
+    for config in BOTH {
+        let mut rig = Rig::new(config);
+        let block = rig.malloc(100 * MIB, MAIN);
+        rig.record_stream(block, SIDE);
+        rig.write(SIDE, block);
+        let capturing = alloc_core::id::StreamHandle(0x20);
+        rig.gpu.touch_stream(capturing).expect("the stream can be made");
+        rig.free(block);
+        rig.gpu.begin_capture(capturing, CaptureMode::Global).expect("it can capture");
+        rig.begin_pool(POOL, capturing);
+        rig.malloc(10 * MIB, capturing);
+        rig.malloc(150 * MIB, MAIN);
+        rig.malloc(50 * MIB, MAIN);
+        rig.allocator.end_pool(crate::rig::DEVICE, POOL);
+        rig.gpu.end_capture(capturing).expect("nothing spoiled it");
+        rig.release_pool(POOL);
+        rig.finish();
+    }
+}
+
+#[test]
+fn abandoned_capture_leaves_a_pool_that_can_be_returned() {
+    for config in BOTH {
+        let mut rig = Rig::new(config);
+        rig.gpu.touch_stream(SIDE).expect("the stream can be made");
+        rig.begin_pool(POOL, SIDE);
+        rig.gpu.begin_capture(SIDE, CaptureMode::Global).expect("it can capture");
+        let block = rig.malloc(20 * MIB, SIDE);
+        rig.gpu.abort_capture(SIDE).expect("it was capturing");
+        rig.allocator.end_pool(crate::rig::DEVICE, POOL);
+        rig.release_pool(POOL);
+        assert!(rig.allocator.empty_cache().is_ok());
+        assert_eq!(rig.reserved(), 20 * MIB, "a tensor outlives its capture");
+        rig.free(block);
+        rig.finish();
+    }
+}

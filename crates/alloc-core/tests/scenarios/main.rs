@@ -1,0 +1,9 @@
+//! The allocator on the simulated GPU, one behaviour a test.
+//!
+//! Every scenario ends with [`Rig::finish`]: free all, return all, and the device is empty.
+
+mod failures;
+mod graphs;
+mod memory;
+mod rig;
+mod streams;

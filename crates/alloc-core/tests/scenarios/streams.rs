@@ -1,0 +1,135 @@
+//! Memory that more than one stream uses.
+
+use alloc_core::{
+    allocator::RecordOutcome,
+    driver::{Call, Status, sim::SimOptions},
+    id::{DeviceId, StreamHandle},
+};
+
+use crate::rig::{DEVICE, MAIN, MIB, Rig, SIDE};
+
+const BOTH: [&str; 2] = ["policy:native", "policy:expandable"];
+
+#[test]
+fn block_used_on_second_stream_is_not_reused_before_its_event() {
+    for config in BOTH {
+        let mut rig = Rig::new(config);
+        let block = rig.malloc(4 * MIB, MAIN);
+        rig.write(MAIN, block);
+        rig.gpu.wait(SIDE, MAIN).expect("ordered");
+        rig.write(SIDE, block);
+        rig.record_stream(block, SIDE);
+        rig.free(block);
+        assert_eq!(rig.stats().active_bytes.all.current, 4 * MIB);
+        let other = rig.malloc(4 * MIB, MAIN);
+        assert_ne!(other, block);
+        rig.write(MAIN, other);
+        rig.gpu.complete(Some(SIDE)).expect("no fault");
+        rig.free(other);
+        let large = rig.malloc(40 * MIB, MAIN);
+        assert_eq!(rig.stats().active_bytes.all.current, 40 * MIB, "the miss asked the event");
+        rig.free(large);
+        assert_eq!(rig.malloc(4 * MIB, MAIN), block);
+        rig.finish();
+    }
+}
+
+#[test]
+fn slow_stream_does_not_hold_up_the_blocks_of_another() {
+    let slow = StreamHandle(0x20);
+    let mut rig = Rig::new("policy:native");
+    let on_slow = rig.malloc(20 * MIB, MAIN);
+    let on_fast = rig.malloc(20 * MIB, MAIN);
+    for (block, stream, duration) in [(on_slow, slow, 1_000_000), (on_fast, SIDE, 10)] {
+        rig.record_stream(block, stream);
+        rig.gpu.launch(stream, &[], &[block], duration).expect("no race");
+        rig.free(block);
+    }
+    rig.gpu.complete(Some(SIDE)).expect("no fault");
+    assert_eq!(rig.malloc(20 * MIB, MAIN), on_fast);
+    assert_eq!(rig.stats().active_bytes.all.current, 40 * MIB);
+    rig.finish();
+}
+
+#[test]
+fn recording_the_own_stream_changes_nothing() {
+    let mut rig = Rig::new("policy:native");
+    let block = rig.malloc(MIB, SIDE);
+    rig.record_stream(block, SIDE);
+    rig.free(block);
+    assert_eq!(rig.stats().active_bytes.all.current, 0);
+    rig.finish();
+}
+
+#[test]
+fn full_device_waits_for_pending_blocks_and_searches_before_it_asks_the_driver() {
+    for config in BOTH {
+        let mut rig = Rig::new(config);
+        let block = rig.malloc(200 * MIB, MAIN);
+        rig.record_stream(block, SIDE);
+        rig.write(SIDE, block);
+        rig.free(block);
+        let before = rig.gpu.call_count(Call::Free) + rig.gpu.call_count(Call::Unmap);
+        assert_eq!(rig.malloc(200 * MIB, MAIN), block);
+        assert_eq!(rig.gpu.call_count(Call::Free) + rig.gpu.call_count(Call::Unmap), before);
+        assert_eq!(rig.stats().num_sync_all_streams, 1);
+        rig.finish();
+    }
+}
+
+#[test]
+fn record_on_a_dead_stream_synchronises_the_device_instead() {
+    let mut rig = Rig::new("policy:native");
+    let block = rig.malloc(4 * MIB, MAIN);
+    rig.record_stream(block, SIDE);
+    rig.write(SIDE, block);
+    rig.gpu.destroy_stream(SIDE).expect("it exists");
+    rig.free(block);
+    assert_eq!(rig.malloc(4 * MIB, MAIN), block);
+    assert_eq!(rig.stats().dead_streams, 1);
+    rig.finish();
+}
+
+#[test]
+fn retired_handle_may_come_back_as_another_stream() {
+    let mut rig = Rig::new("policy:native");
+    let block = rig.malloc(4 * MIB, SIDE);
+    rig.free(block);
+    rig.allocator.retire_stream(SIDE).expect("an event can be recorded");
+    assert_ne!(rig.malloc(4 * MIB, SIDE), block, "the new stream is not ordered after the old one");
+    rig.finish();
+}
+
+#[test]
+fn stream_unknown_to_the_driver_is_answered_with_a_wait() {
+    let mut rig = Rig::new("policy:native");
+    let block = rig.malloc(4 * MIB, MAIN);
+    rig.gpu.fail_next(Call::StreamContext, 0, Status::InvalidHandle);
+    assert_eq!(rig.allocator.record_stream(block, StreamHandle(0x30)), RecordOutcome::UnknownStream);
+    rig.free(block);
+    assert_eq!(rig.malloc(4 * MIB, MAIN), block);
+    rig.finish();
+}
+
+#[test]
+fn new_device_reaches_what_was_mapped_before_it_came() {
+    let options = SimOptions { devices: 2, capacity_bytes: 256 * MIB, ..SimOptions::default() };
+    for (config, reaches) in [("", true), ("peers:none", false), ("peers:all", true)] {
+        let mut rig = Rig::on(config, options.clone());
+        let early = rig.malloc(30 * MIB, MAIN);
+        rig.gpu.set_current_device(DeviceId(1)).expect("it exists");
+        let there = rig.malloc_on(4 * MIB, DeviceId(1), SIDE).expect("there is memory");
+        let late = rig.malloc(30 * MIB, MAIN);
+        rig.gpu.complete(None).expect("no fault");
+        for block in [early, late] {
+            rig.record_stream(block, SIDE);
+            let launched = rig.gpu.launch(SIDE, &[block], &[there], 10).and_then(|()| rig.gpu.complete(Some(SIDE)));
+            assert_eq!(launched.is_ok(), reaches, "{config}");
+            if !reaches {
+                return;
+            }
+        }
+        rig.gpu.set_current_device(DEVICE).expect("it exists");
+        rig.finish();
+    }
+}
