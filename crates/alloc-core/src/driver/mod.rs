@@ -10,6 +10,12 @@
 //! - A call that fails has changed nothing, and the failure belongs to that call alone: the next call does not see it.
 //! - None of them waits for queued work, except where the text says so.
 
+#[cfg(feature = "cuda")]
+pub mod cuda;
+#[cfg(feature = "cuda")]
+mod cuda_library;
+#[cfg(feature = "cuda")]
+mod cuda_vmm;
 #[cfg(feature = "sim")]
 pub mod sim;
 

@@ -1,0 +1,409 @@
+//! The real driver: NVIDIA's libcuda, loaded at run time.
+//!
+//! It owns the library's initialisation and one reference to each device's primary context, the context that torch and
+//! the CUDA runtime use too. It never caches memory, never retries, and never calls the driver on its own: not when it
+//! is made (a process that only enabled the allocator may fork and use CUDA in the child), and not when it is dropped
+//! (at process exit the driver may be gone already, so contexts are kept on purpose).
+//!
+//! Most calls act on the calling thread's current context, so each makes its device's context current and puts the
+//! former one back. In the usual case they are the same and that costs one question to the driver.
+
+#![expect(unsafe_code, reason = "every call of the driver is foreign code")]
+
+use std::ptr;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use cudarc::driver::sys::{
+    self, CUcontext, CUctx_st, CUdevice, CUdevice_attribute, CUevent, CUevent_flags, CUresult, CUstream,
+    CUstreamCaptureMode, CUstreamCaptureStatus,
+};
+
+use super::cuda_library::{check, read, start};
+use super::cuda_vmm::{self, HandleUses};
+use super::{
+    Call, Capabilities, CaptureMode, CaptureStatus, Completion, Driver, DriverError, MemoryInfo, Result, Status,
+};
+use crate::id::{DeviceId, DevicePtr, Event, PhysicalHandle, Stream, StreamHandle};
+
+/// The GPUs of this machine.
+///
+/// The first call that needs the driver loads and initialises it. Until that has succeeded each call tries again, and
+/// fails with [`Call::Initialize`]: [`Status::NotFound`] without the library, [`Status::NoDevice`] without a GPU,
+/// [`Status::NotInitialized`] in a child forked from a process that had initialised the driver.
+#[derive(Debug, Default)]
+pub struct CudaDriver {
+    devices: OnceLock<Box<[Device]>>,
+}
+
+/// A GPU.
+#[derive(Debug)]
+struct Device {
+    ordinal: CUdevice,
+    /// The primary context, null before the first call that needs it. Never released, so that it outlives all memory.
+    context: AtomicPtr<CUctx_st>,
+    handle_uses: HandleUses,
+}
+
+impl CudaDriver {
+    /// A driver that has made no call yet.
+    pub const fn new() -> Self {
+        Self { devices: OnceLock::new() }
+    }
+
+    /// All devices; the driver is initialised when this succeeds.
+    fn devices(&self) -> Result<&[Device]> {
+        if let Some(devices) = self.devices.get() {
+            return Ok(devices);
+        }
+        start()?;
+        let found = find_devices()?;
+        Ok(self.devices.get_or_init(|| found))
+    }
+
+    fn device(&self, device: DeviceId, call: Call) -> Result<&Device> {
+        self.devices()?.get(device.index()).ok_or(DriverError { call, status: Status::InvalidDevice })
+    }
+
+    /// Runs `body` with the primary context of `device` current, and puts back the former one.
+    fn in_context<T>(&self, device: DeviceId, call: Call, body: impl FnOnce(&Device) -> Result<T>) -> Result<T> {
+        let device = self.device(device, call)?;
+        in_context(device.primary_context()?, || body(device))
+    }
+}
+
+impl Device {
+    fn primary_context(&self) -> Result<CUcontext> {
+        let known = self.context.load(Ordering::Acquire);
+        if !known.is_null() {
+            return Ok(known);
+        }
+        let context = read(Call::RetainContext, ptr::null_mut(), |context| {
+            // SAFETY: `context` is a local that outlives the call, and the driver gave us the device.
+            unsafe { sys::cuDevicePrimaryCtxRetain(context, self.ordinal) }
+        })?;
+        // Two threads may both get here: the context is the same, and a second reference to it does no harm.
+        self.context.store(context, Ordering::Release);
+        Ok(context)
+    }
+}
+
+impl Driver for CudaDriver {
+    fn device_count(&self) -> Result<u32> {
+        Ok(self.devices()?.len() as u32)
+    }
+
+    fn capabilities(&self, device: DeviceId) -> Result<Capabilities> {
+        let ordinal = self.device(device, Call::Attribute)?.ordinal;
+        let total_bytes = total_memory(ordinal)?;
+        let mapping = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
+        let granularity = if attribute(ordinal, mapping)? == 0 {
+            Err("this GPU, or the virtual GPU profile or driver it runs under, cannot map memory".to_owned())
+        } else {
+            cuda_vmm::granularity(ordinal).map_err(|error| format!("the driver gives no mapping granularity: {error}"))
+        };
+        Ok(match granularity {
+            Ok(granularity_bytes) => Capabilities {
+                total_bytes,
+                virtual_memory: true,
+                virtual_memory_missing: String::new(),
+                granularity_bytes,
+            },
+            Err(virtual_memory_missing) => {
+                Capabilities { total_bytes, virtual_memory: false, virtual_memory_missing, granularity_bytes: 0 }
+            }
+        })
+    }
+
+    fn current_device(&self) -> Result<Option<DeviceId>> {
+        let devices = self.devices()?;
+        if current_context()?.is_null() {
+            return Ok(None);
+        }
+        device_of_current_context(devices, Call::CurrentContext).map(Some)
+    }
+
+    fn is_active(&self, device: DeviceId) -> Result<bool> {
+        let ordinal = self.device(device, Call::PrimaryContextState)?.ordinal;
+        let mut flags = 0;
+        let active = read(Call::PrimaryContextState, 0, |active| {
+            // SAFETY: Both pointers are to locals that outlive the call, and the driver gave us the device.
+            unsafe { sys::cuDevicePrimaryCtxGetState(ordinal, &raw mut flags, active) }
+        })?;
+        Ok(active != 0)
+    }
+
+    fn can_access_peer(&self, device: DeviceId, peer: DeviceId) -> Result<bool> {
+        let device = self.device(device, Call::CanAccessPeer)?.ordinal;
+        let peer = self.device(peer, Call::CanAccessPeer)?.ordinal;
+        if device == peer {
+            return Ok(true);
+        }
+        let accessible = read(Call::CanAccessPeer, 0, |accessible| {
+            // SAFETY: `accessible` is a local that outlives the call, and the driver gave us both devices.
+            unsafe { sys::cuDeviceCanAccessPeer(accessible, device, peer) }
+        })?;
+        Ok(accessible != 0)
+    }
+
+    fn memory_info(&self, device: DeviceId) -> Result<MemoryInfo> {
+        self.in_context(device, Call::MemoryInfo, |_| {
+            let mut total = 0;
+            let free = read(Call::MemoryInfo, 0, |free| {
+                // SAFETY: Both pointers are to locals that outlive the call.
+                unsafe { sys::cuMemGetInfo_v2(free, &raw mut total) }
+            })?;
+            Ok(MemoryInfo { free_bytes: free as u64, total_bytes: total as u64 })
+        })
+    }
+
+    fn allocate(&self, device: DeviceId, size: u64) -> Result<DevicePtr> {
+        self.in_context(device, Call::Allocate, |_| {
+            let address = read(Call::Allocate, 0, |address| {
+                // SAFETY: `address` is a local that outlives the call.
+                unsafe { sys::cuMemAlloc_v2(address, size as usize) }
+            })?;
+            Ok(DevicePtr(address))
+        })
+    }
+
+    fn free(&self, device: DeviceId, address: DevicePtr) -> Result<()> {
+        self.in_context(device, Call::Free, |_| {
+            // SAFETY: The driver refuses an address that it did not hand out, and waits for the work that uses it.
+            check(Call::Free, unsafe { sys::cuMemFree_v2(address.0) })
+        })
+    }
+
+    fn reserve_range(&self, device: DeviceId, size: u64) -> Result<DevicePtr> {
+        self.in_context(device, Call::ReserveRange, |_| cuda_vmm::reserve(size))
+    }
+
+    fn free_range(&self, device: DeviceId, base: DevicePtr, size: u64) -> Result<()> {
+        self.in_context(device, Call::FreeRange, |_| cuda_vmm::free_range(base, size))
+    }
+
+    fn create_handle(&self, device: DeviceId, size: u64) -> Result<PhysicalHandle> {
+        self.in_context(device, Call::CreateHandle, |device| device.handle_uses.create(device.ordinal, size))
+    }
+
+    fn release_handle(&self, device: DeviceId, handle: PhysicalHandle) -> Result<()> {
+        self.in_context(device, Call::ReleaseHandle, |_| cuda_vmm::release(handle))
+    }
+
+    fn map(&self, device: DeviceId, address: DevicePtr, size: u64, handle: PhysicalHandle) -> Result<()> {
+        self.in_context(device, Call::Map, |_| cuda_vmm::map(address, size, handle))
+    }
+
+    fn set_access(&self, device: DeviceId, address: DevicePtr, size: u64, devices: &[DeviceId]) -> Result<()> {
+        for &user in devices {
+            self.device(user, Call::SetAccess)?;
+        }
+        let all = self.devices()?;
+        let ordinals = devices.iter().map(|user| all[user.index()].ordinal);
+        self.in_context(device, Call::SetAccess, |_| cuda_vmm::set_access(address, size, ordinals))
+    }
+
+    fn unmap(&self, device: DeviceId, address: DevicePtr, size: u64) -> Result<()> {
+        self.in_context(device, Call::Unmap, |_| cuda_vmm::unmap(address, size))
+    }
+
+    fn create_event(&self, device: DeviceId) -> Result<Event> {
+        self.in_context(device, Call::CreateEvent, |_| {
+            let event = read(Call::CreateEvent, ptr::null_mut(), |event| {
+                // SAFETY: `event` is a local that outlives the call, and the flag is one of the documented ones.
+                unsafe { sys::cuEventCreate(event, CUevent_flags::CU_EVENT_DISABLE_TIMING as u32) }
+            })?;
+            Ok(Event(event.expose_provenance() as u64))
+        })
+    }
+
+    fn destroy_event(&self, device: DeviceId, event: Event) -> Result<()> {
+        self.in_context(device, Call::DestroyEvent, |_| {
+            // SAFETY: The event came from `create_event`, the trait's only source of events, and the allocator destroys
+            // it once and uses it no more.
+            check(Call::DestroyEvent, unsafe { sys::cuEventDestroy_v2(raw_event(event)) })
+        })
+    }
+
+    fn record_event(&self, event: Event, stream: Stream) -> Result<()> {
+        self.in_context(stream.device, Call::RecordEvent, |_| {
+            // SAFETY: The event came from `create_event` and is not destroyed. The stream is the program's: a default
+            // one, which always exists, or one that the program made; the driver looks it up and refuses a dead one.
+            check(Call::RecordEvent, unsafe { sys::cuEventRecord(raw_event(event), raw_stream(stream.handle)) })
+        })
+    }
+
+    fn query_event(&self, device: DeviceId, event: Event) -> Result<Completion> {
+        self.in_context(device, Call::QueryEvent, |_| {
+            // SAFETY: The event came from `create_event` and is not destroyed, which the allocator guarantees.
+            match unsafe { sys::cuEventQuery(raw_event(event)) } {
+                CUresult::CUDA_ERROR_NOT_READY => Ok(Completion::Pending),
+                result => check(Call::QueryEvent, result).map(|()| Completion::Done),
+            }
+        })
+    }
+
+    fn synchronize_event(&self, device: DeviceId, event: Event) -> Result<()> {
+        self.in_context(device, Call::SynchronizeEvent, |_| {
+            // SAFETY: The event came from `create_event` and is not destroyed, which the allocator guarantees.
+            check(Call::SynchronizeEvent, unsafe { sys::cuEventSynchronize(raw_event(event)) })
+        })
+    }
+
+    fn wait_event(&self, stream: Stream, event: Event) -> Result<()> {
+        self.in_context(stream.device, Call::WaitEvent, |_| {
+            // SAFETY: As for `record_event`; flags 0 is the default wait.
+            check(Call::WaitEvent, unsafe { sys::cuStreamWaitEvent(raw_stream(stream.handle), raw_event(event), 0) })
+        })
+    }
+
+    fn stream_device(&self, handle: StreamHandle) -> Result<DeviceId> {
+        let devices = self.devices()?;
+        if handle.is_default() {
+            return Err(DriverError { call: Call::StreamContext, status: Status::InvalidHandle });
+        }
+        let context = read(Call::StreamContext, ptr::null_mut(), |context| {
+            // SAFETY: `context` is a local that outlives the call; the driver looks the stream up and refuses a dead one.
+            unsafe { sys::cuStreamGetCtx(raw_stream(handle), context) }
+        })?;
+        let primary = devices.iter().position(|device| device.context.load(Ordering::Relaxed) == context);
+        if let Some(index) = primary {
+            return Ok(DeviceId(index as u32));
+        }
+        // A context of the program's own, or a primary one that we have not asked for.
+        in_context(context, || device_of_current_context(devices, Call::StreamContext))
+    }
+
+    fn capture_status(&self, stream: Stream) -> Result<CaptureStatus> {
+        self.in_context(stream.device, Call::CaptureStatus, |_| {
+            let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+            // SAFETY: `status` is a local that outlives the call; for the stream see `record_event`.
+            match unsafe { sys::cuStreamIsCapturing(raw_stream(stream.handle), &raw mut status) } {
+                // The legacy default stream while another stream that synchronises with it is capturing: work on it
+                // would join that capture, which the driver does not allow, so it is as good as capturing.
+                CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => Ok(CaptureStatus::Active),
+                result => check(Call::CaptureStatus, result).map(|()| capture_status(status)),
+            }
+        })
+    }
+
+    fn exchange_capture_mode(&self, mode: CaptureMode) -> Result<CaptureMode> {
+        self.devices()?;
+        let former = read(Call::ExchangeCaptureMode, raw_capture_mode(mode), |mode| {
+            // SAFETY: `mode` is a local that outlives the call and holds one of the documented modes.
+            unsafe { sys::cuThreadExchangeStreamCaptureMode(mode) }
+        })?;
+        Ok(capture_mode(former))
+    }
+
+    fn synchronize_device(&self, device: DeviceId) -> Result<()> {
+        self.in_context(device, Call::SynchronizeDevice, |_| {
+            // SAFETY: The call takes nothing; the context to wait for is current.
+            check(Call::SynchronizeDevice, unsafe { sys::cuCtxSynchronize() })
+        })
+    }
+}
+
+fn find_devices() -> Result<Box<[Device]>> {
+    let count = read(Call::Initialize, 0, |count| {
+        // SAFETY: `count` is a local that outlives the call.
+        unsafe { sys::cuDeviceGetCount(count) }
+    })?;
+    let find = |index| {
+        let ordinal = read(Call::Initialize, 0, |device| {
+            // SAFETY: `device` is a local that outlives the call, and the index is below the count.
+            unsafe { sys::cuDeviceGet(device, index) }
+        })?;
+        Ok(Device { ordinal, context: AtomicPtr::new(ptr::null_mut()), handle_uses: HandleUses::default() })
+    };
+    (0..count).map(find).collect()
+}
+
+fn total_memory(device: CUdevice) -> Result<u64> {
+    let bytes = read(Call::Attribute, 0, |bytes| {
+        // SAFETY: `bytes` is a local that outlives the call, and the driver gave us the device.
+        unsafe { sys::cuDeviceTotalMem_v2(bytes, device) }
+    })?;
+    Ok(bytes as u64)
+}
+
+/// A number that the driver knows about `device`.
+pub(super) fn attribute(device: CUdevice, attribute: CUdevice_attribute) -> Result<i32> {
+    read(Call::Attribute, 0, |value| {
+        // SAFETY: `value` is a local that outlives the call, and the driver gave us the device.
+        unsafe { sys::cuDeviceGetAttribute(value, attribute, device) }
+    })
+}
+
+/// Runs `body` with `context` current, and puts back the former one.
+fn in_context<T>(context: CUcontext, body: impl FnOnce() -> Result<T>) -> Result<T> {
+    let former = current_context()?;
+    if former == context {
+        return body();
+    }
+    set_context(context)?;
+    let outcome = body();
+    // This fails only when the former context was destroyed in the meantime or the driver is gone. Then there is nothing
+    // to put back, and the outcome still holds: memory obtained must not be lost over it.
+    let _ = set_context(former);
+    outcome
+}
+
+fn current_context() -> Result<CUcontext> {
+    read(Call::CurrentContext, ptr::null_mut(), |context| {
+        // SAFETY: `context` is a local that outlives the call.
+        unsafe { sys::cuCtxGetCurrent(context) }
+    })
+}
+
+/// Makes `context` current; null takes the current one away.
+fn set_context(context: CUcontext) -> Result<()> {
+    // SAFETY: The context is null, a primary one that is never released, or one that the driver named just before.
+    check(Call::SetContext, unsafe { sys::cuCtxSetCurrent(context) })
+}
+
+fn device_of_current_context(devices: &[Device], call: Call) -> Result<DeviceId> {
+    let ordinal = read(call, 0, |device| {
+        // SAFETY: `device` is a local that outlives the call, and a context is current.
+        unsafe { sys::cuCtxGetDevice(device) }
+    })?;
+    let index = devices.iter().position(|device| device.ordinal == ordinal);
+    index.map(|index| DeviceId(index as u32)).ok_or(DriverError { call, status: Status::InvalidDevice })
+}
+
+fn raw_event(event: Event) -> CUevent {
+    ptr::with_exposed_provenance_mut(event.0 as usize)
+}
+
+/// Default streams need no translation: their numbers are CUDA's own (`CU_STREAM_LEGACY` 1, `CU_STREAM_PER_THREAD` 2).
+fn raw_stream(handle: StreamHandle) -> CUstream {
+    ptr::with_exposed_provenance_mut(handle.0 as usize)
+}
+
+fn raw_capture_mode(mode: CaptureMode) -> CUstreamCaptureMode {
+    match mode {
+        CaptureMode::Global => CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL,
+        CaptureMode::ThreadLocal => CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
+        CaptureMode::Relaxed => CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
+    }
+}
+
+fn capture_mode(mode: CUstreamCaptureMode) -> CaptureMode {
+    match mode {
+        CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL => CaptureMode::Global,
+        CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL => CaptureMode::ThreadLocal,
+        CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED => CaptureMode::Relaxed,
+    }
+}
+
+fn capture_status(status: CUstreamCaptureStatus) -> CaptureStatus {
+    match status {
+        CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => CaptureStatus::None,
+        CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE => CaptureStatus::Active,
+        CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED => CaptureStatus::Invalidated,
+    }
+}
+
+#[cfg(test)]
+#[path = "cuda_tests.rs"]
+mod tests;
