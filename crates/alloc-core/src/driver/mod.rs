@@ -10,6 +10,8 @@
 //! - A call that fails has changed nothing, and the failure belongs to that call alone: the next call does not see it.
 //! - None of them waits for queued work, except where the text says so.
 
+#[cfg(any(test, feature = "sim", feature = "cuda"))]
+pub mod contract;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 #[cfg(feature = "cuda")]
