@@ -49,8 +49,8 @@ pub trait Rig: Sync {
     /// Destroys a stream.
     fn destroy_stream(&self, stream: Stream);
 
-    /// Makes `device` current on the calling thread, or takes the current one away.
-    fn set_current_device(&self, device: Option<DeviceId>);
+    /// Makes `device` current on the calling thread.
+    fn set_current_device(&self, device: DeviceId);
 
     /// Enqueues a kernel that runs for `duration`.
     fn work(&self, stream: Stream, duration: Duration);

@@ -152,8 +152,8 @@ impl Rig for CudaRig {
         self.on(stream.device, |_| must(unsafe { sys::cuStreamDestroy_v2(raw_stream(stream)) }));
     }
 
-    fn set_current_device(&self, device: Option<DeviceId>) {
-        set_context(device.map_or(ptr::null_mut(), |device| raw(self.program(device).context)));
+    fn set_current_device(&self, device: DeviceId) {
+        set_context(raw(self.program(device).context));
     }
 
     fn work(&self, stream: Stream, duration: Duration) {

@@ -20,6 +20,7 @@ pub(super) const CLAUSES: &[Clause] = clauses![
     a_handle_is_mapped_only_whole,
     a_handle_of_an_unaligned_size_is_refused,
     access_to_unmapped_addresses_is_refused,
+    access_for_a_device_that_does_not_exist_is_refused,
     several_handles_are_unmapped_at_once,
     part_of_a_handle_is_not_unmapped,
     unmapped_addresses_are_not_unmapped,
@@ -298,6 +299,14 @@ fn access_to_unmapped_addresses_is_refused(rig: &dyn Rig) -> Verdict {
     driver.release_handle(DEVICE, handle)?;
     driver.free_range(DEVICE, base, 2 * granule)?;
     Ok(())
+}
+
+fn access_for_a_device_that_does_not_exist_is_refused(rig: &dyn Rig) -> Verdict {
+    let mapped = Mapped::new(rig, 1)?;
+    let nowhere = DeviceId(rig.driver().device_count()?);
+    let outcome = rig.driver().set_access(DEVICE, mapped.base, mapped.granule, &[DEVICE, nowhere]);
+    refused("set_access", outcome, Status::InvalidDevice)?;
+    mapped.give_up(rig)
 }
 
 fn several_handles_are_unmapped_at_once(rig: &dyn Rig) -> Verdict {

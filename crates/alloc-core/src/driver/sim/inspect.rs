@@ -3,10 +3,21 @@
 use super::SimDriver;
 use super::cost::NANOSECONDS_PER_MICROSECOND;
 use super::error::SimError;
-use super::memory::Level;
+use super::memory::{Level, Piece};
 use super::simulation::Life;
 use crate::driver::{Call, Status};
-use crate::id::DeviceId;
+use crate::id::{DeviceId, DevicePtr};
+
+/// Bytes of physical memory, whatever address they are mapped at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PhysicalBytes {
+    /// Which memory: a handle's or a segment's. Never reused.
+    pub memory: u64,
+    /// Where in it the bytes begin.
+    pub offset: u64,
+    /// How many they are.
+    pub size: u64,
+}
 
 /// Failures that a test asks for, and the end of the driver.
 impl SimDriver {
@@ -83,6 +94,13 @@ impl SimDriver {
     /// Bytes of address ranges reserved through `device`.
     pub fn reserved_address_bytes(&self, device: DeviceId) -> Level {
         self.lock().memory.usage(device).reserved
+    }
+
+    /// The physical memory behind `size` bytes at `address`, in the order of addresses, without what is backed by nothing.
+    pub fn backing(&self, address: DevicePtr, size: u64) -> Vec<PhysicalBytes> {
+        let pieces = self.lock().memory.backing(address.0, size);
+        let bytes = |piece: Piece| PhysicalBytes { memory: piece.physical.0, offset: piece.offset, size: piece.size };
+        pieces.into_iter().map(bytes).collect()
     }
 
     /// Handles that were created and not released.

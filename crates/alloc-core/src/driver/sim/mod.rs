@@ -53,6 +53,7 @@ pub use capture::GraphId;
 pub use error::{
     AccessKind, AllocationInfo, RaceError, SimError, UnmappedAccessError, UseAfterFreeError, UseInfo, Violation, Work,
 };
+pub use inspect::PhysicalBytes;
 pub use memory::Level;
 use simulation::Simulation;
 
