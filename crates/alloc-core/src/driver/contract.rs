@@ -34,6 +34,7 @@ mod devices;
 mod events;
 mod mapping;
 mod memory;
+mod refusals;
 mod waiting;
 
 /// A driver, and a program that uses the GPU beside it.
@@ -99,8 +100,15 @@ pub type Verdict = Result<(), Stop>;
 /// All clauses. The first has to be the first thing that a process does with the GPU; the last ones are the most
 /// likely to upset a driver that does not keep them.
 pub fn clauses() -> impl Iterator<Item = &'static Clause> {
-    let lists =
-        [devices::CLAUSES, memory::CLAUSES, mapping::CLAUSES, waiting::CLAUSES, capture::CLAUSES, events::CLAUSES];
+    let lists = [
+        devices::CLAUSES,
+        memory::CLAUSES,
+        mapping::CLAUSES,
+        refusals::CLAUSES,
+        waiting::CLAUSES,
+        capture::CLAUSES,
+        events::CLAUSES,
+    ];
     lists.into_iter().flatten()
 }
 
@@ -111,6 +119,9 @@ const DEVICE: DeviceId = DeviceId(0);
 const LONG: Duration = Duration::from_millis(400);
 
 const MIB: u64 = 1 << 20;
+
+/// What a driver may keep for itself, as page tables: little beside the 64 MiB and more that clauses take and return.
+const BOOKKEEPING_BYTES: u64 = 8 * MIB;
 
 /// A device other than [`DEVICE`].
 fn second_device(rig: &dyn Rig) -> Result<DeviceId, Stop> {
@@ -131,6 +142,13 @@ fn granularity(rig: &dyn Rig) -> Result<u64, Stop> {
 
 fn free_bytes(rig: &dyn Rig) -> Result<u64, Stop> {
     Ok(rig.driver().memory_info(DEVICE)?.free_bytes)
+}
+
+/// Checks that as much memory is free as was `before`, but for the driver's own bookkeeping.
+fn expect_free(rig: &dyn Rig, what: &str, before: u64) -> Verdict {
+    let now = free_bytes(rig)?;
+    ensure!(now + BOOKKEEPING_BYTES >= before, "{what}: of {before} free bytes, {now} are left");
+    Ok(())
 }
 
 /// Checks that a call was refused, and why.

@@ -1,7 +1,6 @@
 //! Address ranges, physical handles and the mappings between them.
 
-use super::{Clause, DEVICE, MIB, Rig, Stop, Verdict, free_bytes, granularity, refused, second_device};
-use crate::driver::Status;
+use super::{Clause, DEVICE, MIB, Rig, Stop, Verdict, expect_free, free_bytes, granularity, second_device};
 use crate::id::{DeviceId, DevicePtr, PhysicalHandle};
 
 pub(super) const CLAUSES: &[Clause] = clauses![
@@ -14,33 +13,20 @@ pub(super) const CLAUSES: &[Clause] = clauses![
     an_address_shows_the_handle_mapped_last,
     another_device_uses_memory_once_it_has_access,
     access_for_another_device_can_be_added_later,
-    a_mapped_address_is_not_mapped_again,
-    a_map_outside_a_reserved_range_is_refused,
-    a_map_at_an_unaligned_address_is_refused,
-    a_handle_is_mapped_only_whole,
-    a_handle_of_an_unaligned_size_is_refused,
-    access_to_unmapped_addresses_is_refused,
-    access_for_a_device_that_does_not_exist_is_refused,
     several_handles_are_unmapped_at_once,
-    part_of_a_handle_is_not_unmapped,
-    unmapped_addresses_are_not_unmapped,
     a_released_handle_keeps_its_memory_until_its_last_mapping_is_gone,
     an_unmapped_handle_keeps_its_memory_until_it_is_released,
-    creating_more_than_there_is_is_out_of_memory_and_takes_nothing,
-    a_range_with_mappings_is_not_given_back,
-    only_a_whole_range_is_given_back,
-    a_range_is_given_back_once,
 ];
 
 /// Adjacent handles of one granule each, mapped in a range of their own, usable by [`DEVICE`].
-struct Mapped {
-    base: DevicePtr,
-    granule: u64,
-    handles: Vec<PhysicalHandle>,
+pub(super) struct Mapped {
+    pub(super) base: DevicePtr,
+    pub(super) granule: u64,
+    pub(super) handles: Vec<PhysicalHandle>,
 }
 
 impl Mapped {
-    fn new(rig: &dyn Rig, handles: u64) -> Result<Self, Stop> {
+    pub(super) fn new(rig: &dyn Rig, handles: u64) -> Result<Self, Stop> {
         let driver = rig.driver();
         let granule = granularity(rig)?;
         let base = driver.reserve_range(DEVICE, handles * granule)?;
@@ -54,17 +40,17 @@ impl Mapped {
         Ok(mapped)
     }
 
-    fn size(&self) -> u64 {
+    pub(super) fn size(&self) -> u64 {
         self.handles.len() as u64 * self.granule
     }
 
     /// Where the handle of that index is mapped.
-    fn at(&self, index: u64) -> DevicePtr {
+    pub(super) fn at(&self, index: u64) -> DevicePtr {
         self.base.offset(index * self.granule)
     }
 
     /// Unmaps and gives back all.
-    fn give_up(self, rig: &dyn Rig) -> Verdict {
+    pub(super) fn give_up(self, rig: &dyn Rig) -> Verdict {
         rig.driver().unmap(DEVICE, self.base, self.size())?;
         self.give_up_unmapped(rig)
     }
@@ -80,16 +66,16 @@ impl Mapped {
     }
 
     /// Writes `value` to all of it, on a stream of its own, and waits.
-    fn fill(&self, rig: &dyn Rig, value: u32) -> Verdict {
+    pub(super) fn fill(&self, rig: &dyn Rig, value: u32) -> Verdict {
         fill(rig, DEVICE, self.base, self.size(), value)
     }
 
-    fn expect_words(&self, rig: &dyn Rig, value: u32) -> Verdict {
+    pub(super) fn expect_words(&self, rig: &dyn Rig, value: u32) -> Verdict {
         expect_words(rig, self.base, self.size(), value)
     }
 }
 
-fn fill(rig: &dyn Rig, device: DeviceId, address: DevicePtr, size: u64, value: u32) -> Verdict {
+pub(super) fn fill(rig: &dyn Rig, device: DeviceId, address: DevicePtr, size: u64, value: u32) -> Verdict {
     let stream = rig.make_stream(device);
     rig.write(stream, address, size, value);
     rig.driver().synchronize_device(device)?;
@@ -98,7 +84,7 @@ fn fill(rig: &dyn Rig, device: DeviceId, address: DevicePtr, size: u64, value: u
 }
 
 /// Checks the first and the last word.
-fn expect_words(rig: &dyn Rig, address: DevicePtr, size: u64, value: u32) -> Verdict {
+pub(super) fn expect_words(rig: &dyn Rig, address: DevicePtr, size: u64, value: u32) -> Verdict {
     for place in [address, address.offset(size - 4)] {
         let word = rig.read(DEVICE, place);
         ensure!(word == value, "{word} instead of {value} at {place:?}");
@@ -110,8 +96,7 @@ fn a_reserved_range_takes_no_memory(rig: &dyn Rig) -> Verdict {
     let size = 4096 * granularity(rig)?;
     let before = free_bytes(rig)?;
     let base = rig.driver().reserve_range(DEVICE, size)?;
-    let during = free_bytes(rig)?;
-    ensure!(during == before, "reserving {size} bytes of addresses took {} bytes", before - during);
+    expect_free(rig, "after addresses were reserved", before)?;
     rig.driver().free_range(DEVICE, base, size)?;
     Ok(())
 }
@@ -233,82 +218,6 @@ fn access_for_another_device_can_be_added_later(rig: &dyn Rig) -> Verdict {
     mapped.give_up(rig)
 }
 
-fn a_mapped_address_is_not_mapped_again(rig: &dyn Rig) -> Verdict {
-    let driver = rig.driver();
-    let mapped = Mapped::new(rig, 1)?;
-    mapped.fill(rig, 22)?;
-    let other = driver.create_handle(DEVICE, mapped.granule)?;
-    refused("a second map", driver.map(DEVICE, mapped.base, mapped.granule, other), Status::InvalidValue)?;
-    driver.release_handle(DEVICE, other)?;
-    mapped.expect_words(rig, 22)?;
-    mapped.give_up(rig)
-}
-
-fn a_map_outside_a_reserved_range_is_refused(rig: &dyn Rig) -> Verdict {
-    let driver = rig.driver();
-    let granule = granularity(rig)?;
-    let base = driver.reserve_range(DEVICE, granule)?;
-    let handle = driver.create_handle(DEVICE, 2 * granule)?;
-    refused("beyond the end", driver.map(DEVICE, base, 2 * granule, handle), Status::InvalidValue)?;
-    driver.free_range(DEVICE, base, granule)?;
-    refused("in no range", driver.map(DEVICE, base, 2 * granule, handle), Status::InvalidValue)?;
-    driver.release_handle(DEVICE, handle)?;
-    Ok(())
-}
-
-fn a_map_at_an_unaligned_address_is_refused(rig: &dyn Rig) -> Verdict {
-    let driver = rig.driver();
-    let granule = granularity(rig)?;
-    let base = driver.reserve_range(DEVICE, 2 * granule)?;
-    let handle = driver.create_handle(DEVICE, granule)?;
-    let between = base.offset(granule / 2);
-    refused("half a granule in", driver.map(DEVICE, between, granule, handle), Status::InvalidValue)?;
-    driver.release_handle(DEVICE, handle)?;
-    driver.free_range(DEVICE, base, 2 * granule)?;
-    Ok(())
-}
-
-fn a_handle_is_mapped_only_whole(rig: &dyn Rig) -> Verdict {
-    let driver = rig.driver();
-    let granule = granularity(rig)?;
-    let base = driver.reserve_range(DEVICE, 2 * granule)?;
-    let handle = driver.create_handle(DEVICE, 2 * granule)?;
-    refused("half of it", driver.map(DEVICE, base, granule, handle), Status::InvalidValue)?;
-    driver.release_handle(DEVICE, handle)?;
-    driver.free_range(DEVICE, base, 2 * granule)?;
-    Ok(())
-}
-
-fn a_handle_of_an_unaligned_size_is_refused(rig: &dyn Rig) -> Verdict {
-    let granule = granularity(rig)?;
-    let size = granule + granule / 2;
-    refused("one and a half granules", rig.driver().create_handle(DEVICE, size), Status::InvalidValue)
-}
-
-fn access_to_unmapped_addresses_is_refused(rig: &dyn Rig) -> Verdict {
-    let driver = rig.driver();
-    let granule = granularity(rig)?;
-    let base = driver.reserve_range(DEVICE, 2 * granule)?;
-    let handle = driver.create_handle(DEVICE, granule)?;
-    let all = || driver.set_access(DEVICE, base, 2 * granule, &[DEVICE]);
-    refused("nothing is mapped", all(), Status::InvalidValue)?;
-    driver.map(DEVICE, base, granule, handle)?;
-    refused("half is mapped", all(), Status::InvalidValue)?;
-    driver.set_access(DEVICE, base, granule, &[DEVICE])?;
-    driver.unmap(DEVICE, base, granule)?;
-    driver.release_handle(DEVICE, handle)?;
-    driver.free_range(DEVICE, base, 2 * granule)?;
-    Ok(())
-}
-
-fn access_for_a_device_that_does_not_exist_is_refused(rig: &dyn Rig) -> Verdict {
-    let mapped = Mapped::new(rig, 1)?;
-    let nowhere = DeviceId(rig.driver().device_count()?);
-    let outcome = rig.driver().set_access(DEVICE, mapped.base, mapped.granule, &[DEVICE, nowhere]);
-    refused("set_access", outcome, Status::InvalidDevice)?;
-    mapped.give_up(rig)
-}
-
 fn several_handles_are_unmapped_at_once(rig: &dyn Rig) -> Verdict {
     let driver = rig.driver();
     let mapped = Mapped::new(rig, 4)?;
@@ -318,32 +227,6 @@ fn several_handles_are_unmapped_at_once(rig: &dyn Rig) -> Verdict {
     }
     driver.unmap(DEVICE, mapped.base, mapped.size())?;
     mapped.give_up_unmapped(rig)
-}
-
-fn part_of_a_handle_is_not_unmapped(rig: &dyn Rig) -> Verdict {
-    let driver = rig.driver();
-    let granule = granularity(rig)?;
-    let base = driver.reserve_range(DEVICE, 2 * granule)?;
-    let handle = driver.create_handle(DEVICE, 2 * granule)?;
-    driver.map(DEVICE, base, 2 * granule, handle)?;
-    driver.set_access(DEVICE, base, 2 * granule, &[DEVICE])?;
-    fill(rig, DEVICE, base, 2 * granule, 23)?;
-    refused("the first half", driver.unmap(DEVICE, base, granule), Status::InvalidValue)?;
-    refused("the second half", driver.unmap(DEVICE, base.offset(granule), granule), Status::InvalidValue)?;
-    expect_words(rig, base, 2 * granule, 23)?;
-    driver.unmap(DEVICE, base, 2 * granule)?;
-    driver.release_handle(DEVICE, handle)?;
-    driver.free_range(DEVICE, base, 2 * granule)?;
-    Ok(())
-}
-
-fn unmapped_addresses_are_not_unmapped(rig: &dyn Rig) -> Verdict {
-    let driver = rig.driver();
-    let granule = granularity(rig)?;
-    let base = driver.reserve_range(DEVICE, granule)?;
-    refused("nothing was mapped", driver.unmap(DEVICE, base, granule), Status::InvalidValue)?;
-    driver.free_range(DEVICE, base, granule)?;
-    Ok(())
 }
 
 fn a_released_handle_keeps_its_memory_until_its_last_mapping_is_gone(rig: &dyn Rig) -> Verdict {
@@ -369,8 +252,7 @@ fn a_released_handle_keeps_its_memory_until_its_last_mapping_is_gone(rig: &dyn R
     taken("with one mapping left")?;
     expect_words(rig, base.offset(size), size, 24)?;
     driver.unmap(DEVICE, base.offset(size), size)?;
-    let after = free_bytes(rig)?;
-    ensure!(after >= before, "of {before} free bytes, {after} are left after the last unmap");
+    expect_free(rig, "after the last unmap", before)?;
     driver.free_range(DEVICE, base, 2 * size)?;
     Ok(())
 }
@@ -383,48 +265,6 @@ fn an_unmapped_handle_keeps_its_memory_until_it_is_released(rig: &dyn Rig) -> Ve
     let during = free_bytes(rig)?;
     ensure!(during + size <= before, "{size} bytes created, but free bytes went from {before} to {during}");
     driver.release_handle(DEVICE, handle)?;
-    let after = free_bytes(rig)?;
-    ensure!(after >= before, "of {before} free bytes, {after} are left after release");
+    expect_free(rig, "after release", before)?;
     Ok(())
-}
-
-fn creating_more_than_there_is_is_out_of_memory_and_takes_nothing(rig: &dyn Rig) -> Verdict {
-    let driver = rig.driver();
-    let granule = granularity(rig)?;
-    let before = free_bytes(rig)?;
-    let total = driver.memory_info(DEVICE)?.total_bytes;
-    let more_than = |bytes: u64| bytes.next_multiple_of(granule) + granule;
-    refused("more than in all", driver.create_handle(DEVICE, more_than(total)), Status::OutOfMemory)?;
-    refused("more than is free", driver.create_handle(DEVICE, more_than(before)), Status::OutOfMemory)?;
-    let after = free_bytes(rig)?;
-    ensure!(after >= before, "of {before} free bytes, {after} are left after a refused call");
-    let handle = driver.create_handle(DEVICE, granule)?;
-    driver.release_handle(DEVICE, handle)?;
-    Ok(())
-}
-
-fn a_range_with_mappings_is_not_given_back(rig: &dyn Rig) -> Verdict {
-    let mapped = Mapped::new(rig, 2)?;
-    mapped.fill(rig, 25)?;
-    let outcome = rig.driver().free_range(DEVICE, mapped.base, mapped.size());
-    refused("with two mappings", outcome, Status::InvalidValue)?;
-    mapped.expect_words(rig, 25)?;
-    mapped.give_up(rig)
-}
-
-fn only_a_whole_range_is_given_back(rig: &dyn Rig) -> Verdict {
-    let driver = rig.driver();
-    let granule = granularity(rig)?;
-    let base = driver.reserve_range(DEVICE, 2 * granule)?;
-    refused("the first half", driver.free_range(DEVICE, base, granule), Status::InvalidValue)?;
-    refused("the second half", driver.free_range(DEVICE, base.offset(granule), granule), Status::InvalidValue)?;
-    driver.free_range(DEVICE, base, 2 * granule)?;
-    Ok(())
-}
-
-fn a_range_is_given_back_once(rig: &dyn Rig) -> Verdict {
-    let granule = granularity(rig)?;
-    let base = rig.driver().reserve_range(DEVICE, granule)?;
-    rig.driver().free_range(DEVICE, base, granule)?;
-    refused("a second time", rig.driver().free_range(DEVICE, base, granule), Status::InvalidValue)
 }

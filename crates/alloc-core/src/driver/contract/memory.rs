@@ -1,6 +1,6 @@
 //! Memory that comes with its address: allocate and free.
 
-use super::{Clause, DEVICE, MIB, Rig, Verdict, free_bytes, refused};
+use super::{Clause, DEVICE, MIB, Rig, Verdict, expect_free, free_bytes, refused};
 use crate::driver::Status;
 use crate::id::DevicePtr;
 
@@ -65,8 +65,7 @@ fn allocating_takes_memory_and_freeing_returns_it(rig: &dyn Rig) -> Verdict {
     let during = free_bytes(rig)?;
     ensure!(during + size <= before, "{size} bytes allocated, but free bytes went from {before} to {during}");
     rig.driver().free(DEVICE, address)?;
-    let after = free_bytes(rig)?;
-    ensure!(after >= before, "of {before} free bytes, {after} are left after everything was freed");
+    expect_free(rig, "after everything was freed", before)?;
     Ok(())
 }
 
@@ -76,8 +75,7 @@ fn allocating_more_than_there_is_is_out_of_memory_and_takes_nothing(rig: &dyn Ri
     let total = driver.memory_info(DEVICE)?.total_bytes;
     refused("more than in all", driver.allocate(DEVICE, total + 2 * MIB), Status::OutOfMemory)?;
     refused("more than is free", driver.allocate(DEVICE, before + 2 * MIB), Status::OutOfMemory)?;
-    let after = free_bytes(rig)?;
-    ensure!(after >= before, "of {before} free bytes, {after} are left after a refused call");
+    expect_free(rig, "after a refused call", before)?;
     let address = driver.allocate(DEVICE, MIB)?;
     driver.free(DEVICE, address)?;
     Ok(())
