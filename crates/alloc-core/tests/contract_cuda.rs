@@ -10,6 +10,8 @@
 
 #![expect(clippy::print_stdout, reason = "a program that prints its findings")]
 
+#[path = "contract_cuda/blocking.rs"]
+mod blocking;
 #[path = "contract_cuda/rig.rs"]
 mod rig;
 
@@ -59,7 +61,7 @@ fn main() -> ExitCode {
 }
 
 fn matching(filter: &str) -> Vec<&'static Clause> {
-    clauses().filter(|clause| clause.name.contains(filter)).collect()
+    clauses().chain(blocking::CLAUSES).filter(|clause| clause.name.contains(filter)).collect()
 }
 
 /// The child: runs clauses until one fails.

@@ -33,7 +33,7 @@ struct Program {
 }
 
 /// Panics unless a call of the program itself worked.
-fn must(result: CUresult) {
+pub(crate) fn must(result: CUresult) {
     assert_eq!(result, CUresult::CUDA_SUCCESS, "a call of the program beside the driver failed");
 }
 

@@ -1,7 +1,7 @@
 //! What mapping refuses, and that a refused call has changed nothing.
 
 use super::mapping::{Mapped, expect_words, fill};
-use super::{Clause, DEVICE, Rig, Verdict, expect_free, free_bytes, granularity, refused};
+use super::{Clause, DEVICE, MIB, Rig, Verdict, expect_free, free_bytes, granularity, refused};
 use crate::driver::Status;
 use crate::id::DeviceId;
 
@@ -130,9 +130,11 @@ fn creating_more_than_there_is_is_out_of_memory_and_takes_nothing(rig: &dyn Rig)
     let total = driver.memory_info(DEVICE)?.total_bytes;
     let more_than = |bytes: u64| bytes.next_multiple_of(granule) + granule;
     refused("more than in all", driver.create_handle(DEVICE, more_than(total)), Status::OutOfMemory)?;
-    refused("more than is free", driver.create_handle(DEVICE, more_than(before)), Status::OutOfMemory)?;
     expect_free(rig, "after a refused call", before)?;
-    let handle = driver.create_handle(DEVICE, granule)?;
+    let handle = driver.create_handle(DEVICE, (64 * MIB).next_multiple_of(granule))?;
+    let left = free_bytes(rig)?;
+    refused("more than is left", driver.create_handle(DEVICE, more_than(left)), Status::OutOfMemory)?;
+    expect_free(rig, "after another refused call", left)?;
     driver.release_handle(DEVICE, handle)?;
     Ok(())
 }
