@@ -110,6 +110,7 @@ fn run_all(filter: &str) -> ExitCode {
 
 /// Runs a child from the clause with that number on, and prints its lines as they come: the results among them, and how
 /// the child ended.
+#[expect(clippy::disallowed_methods, reason = "only a thread of its own can read a pipe while this one loses patience")]
 fn run_child(first: usize, filter: &str) -> (Vec<String>, String) {
     let program = env::current_exe().expect("a running program has a path");
     let arguments = [CHILD, &first.to_string(), filter];
