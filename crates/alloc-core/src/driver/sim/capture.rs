@@ -9,6 +9,7 @@ use std::thread::ThreadId;
 use super::access::Access;
 use super::clock::{StreamIndex, VectorClock};
 use super::shadow::Shadow;
+use super::timeline::Mark;
 use crate::driver::{CaptureMode, CaptureStatus, Status};
 
 /// A capture. Never reused.
@@ -24,6 +25,14 @@ pub struct GraphId(pub u64);
 pub(super) struct Captured {
     pub(super) accesses: Vec<Access>,
     pub(super) duration_ns: u64,
+}
+
+/// What a capture became.
+#[derive(Debug)]
+struct Graph {
+    captured: Captured,
+    /// The end of its last replay: CUDA starts a graph only after its own last launch has ended.
+    last_replay: Option<Mark>,
 }
 
 /// A capture under way.
@@ -57,7 +66,7 @@ impl Capture {
 #[derive(Debug, Default)]
 pub(super) struct Captures {
     ongoing: BTreeMap<CaptureId, Capture>,
-    graphs: BTreeMap<GraphId, Captured>,
+    graphs: BTreeMap<GraphId, Graph>,
     last_capture: u64,
     last_graph: u64,
 }
@@ -103,7 +112,7 @@ impl Captures {
         }
         self.last_graph += 1;
         let graph = GraphId(self.last_graph);
-        self.graphs.insert(graph, capture.captured);
+        self.graphs.insert(graph, Graph { captured: capture.captured, last_replay: None });
         Ok(graph)
     }
 
@@ -115,7 +124,19 @@ impl Captures {
     }
 
     pub(super) fn graph(&self, graph: GraphId) -> Result<&Captured, Status> {
-        self.graphs.get(&graph).ok_or(Status::InvalidValue)
+        self.graphs.get(&graph).map(|graph| &graph.captured).ok_or(Status::InvalidValue)
+    }
+
+    /// The end of the last replay of `graph`.
+    pub(super) fn last_replay(&self, graph: GraphId) -> Option<&Mark> {
+        self.graphs.get(&graph)?.last_replay.as_ref()
+    }
+
+    /// Notes the end of a replay that was just queued.
+    pub(super) fn on_replayed(&mut self, graph: GraphId, end: Mark) {
+        if let Some(graph) = self.graphs.get_mut(&graph) {
+            graph.last_replay = Some(end);
+        }
     }
 
     pub(super) fn destroy_graph(&mut self, graph: GraphId) -> Result<(), Status> {

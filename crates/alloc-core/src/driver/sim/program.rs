@@ -84,12 +84,14 @@ impl SimDriver {
 
     /// Ends all that is queued on `stream`, or on every stream, and what that waits for. The clock stays.
     ///
+    /// A destroyed stream that still has work can be named as long as its handle names no new stream.
     /// The host learns nothing from it: the allocator still has to ask.
     pub fn complete(&self, stream: Option<StreamHandle>) -> Result<()> {
         self.program(WAIT, |simulation| {
             match stream {
                 Some(handle) => {
-                    let stream = simulation.program_stream(handle);
+                    let device = simulation.current_device();
+                    let stream = simulation.timeline.find_or_create(handle, device);
                     simulation.finish(stream);
                 }
                 None => simulation.timeline.indices().for_each(|stream| simulation.finish(stream)),
@@ -122,7 +124,7 @@ impl SimDriver {
 
     /// Makes sure that `stream` exists, unless it was destroyed: for calls that only name it.
     pub fn touch_stream(&self, stream: StreamHandle) -> Result<()> {
-        self.program(LAUNCH, |simulation| {
+        self.note(|simulation| {
             let device = simulation.current_device();
             simulation.timeline.find_or_create(stream, device);
             Ok(())
@@ -192,7 +194,7 @@ impl SimDriver {
         })
     }
 
-    /// Queues all that `graph` captured on `stream`, as one launch.
+    /// Queues all that `graph` captured on `stream`, as one launch, which starts after the graph's last replay has ended.
     ///
     /// # Errors
     /// As [`launch`](Self::launch); also [`GraphMemoryHandedOut`](super::Violation::GraphMemoryHandedOut).
@@ -205,7 +207,7 @@ impl SimDriver {
             if is_capturing(simulation, stream, REPLAY)? {
                 simulation.capture(stream, work, &captured.accesses, captured.duration_ns)
             } else {
-                simulation.launch(stream, work, captured.accesses, captured.duration_ns)
+                simulation.replay(graph, stream, work, captured)
             }
         })
     }
@@ -225,7 +227,7 @@ impl SimDriver {
     /// # Errors
     /// [`SimError::Violation`] if a live allocation has some of these bytes, or no memory is behind them.
     pub fn allocated(&self, address: DevicePtr, size: u64, stream: Stream, pool: Option<PoolId>) -> Result<()> {
-        self.program(LAUNCH, |simulation| {
+        self.note(|simulation| {
             let Simulation { oracle, memory, .. } = simulation;
             Ok(oracle.on_allocated(memory, address.0, size, stream, pool)?)
         })
@@ -233,7 +235,7 @@ impl SimDriver {
 
     /// The program frees the allocation that starts at `address`; returns whether there is one.
     pub fn freed(&self, address: DevicePtr) -> Result<bool> {
-        self.program(LAUNCH, |simulation| Ok(simulation.oracle.on_freed(address.0)))
+        self.note(|simulation| Ok(simulation.oracle.on_freed(address.0)))
     }
 
     /// Whether `address` lies in an allocation that the program has.
@@ -255,12 +257,16 @@ impl SimDriver {
 impl SimDriver {
     /// One call of the program, refused if the driver is gone; it returns what went wrong before or during it.
     fn program<T>(&self, operation: &'static str, body: impl FnOnce(&mut Simulation) -> Result<T>) -> Result<T> {
+        self.note(|simulation| match simulation.life {
+            Life::Running => body(simulation),
+            Life::Forked => Err(refused(operation)(Status::NotInitialized)),
+            Life::ShutDown => Err(refused(operation)(Status::Deinitialized)),
+        })
+    }
+
+    /// Bookkeeping that makes no call of the driver, which therefore need not be there.
+    fn note<T>(&self, body: impl FnOnce(&mut Simulation) -> Result<T>) -> Result<T> {
         let mut simulation = self.lock();
-        match simulation.life {
-            Life::Running => {}
-            Life::Forked => return Err(refused(operation)(Status::NotInitialized)),
-            Life::ShutDown => return Err(refused(operation)(Status::Deinitialized)),
-        }
         let outcome = body(&mut simulation);
         match simulation.unreported.take() {
             Some(failure) => Err(failure),

@@ -5,7 +5,7 @@ use std::thread::ThreadId;
 
 use super::SimOptions;
 use super::access::Access;
-use super::capture::Captures;
+use super::capture::{Captured, Captures, GraphId};
 use super::clock::StreamIndex;
 use super::cost::Ledger;
 use super::error::{SimError, UnmappedAccessError, Violation, Work};
@@ -148,6 +148,23 @@ impl Simulation {
         Ok(())
     }
 
+    /// Judges a replay of `graph` outside any capture and queues it.
+    pub(super) fn replay(
+        &mut self,
+        graph: GraphId,
+        stream: StreamIndex,
+        work: Work,
+        captured: Captured,
+    ) -> Result<(), SimError> {
+        if let Some(last) = self.captures.last_replay(graph) {
+            self.timeline.wait(stream, last);
+        }
+        self.launch(stream, work, captured.accesses, captured.duration_ns)?;
+        let end = self.timeline.mark(stream);
+        self.captures.on_replayed(graph, end);
+        Ok(())
+    }
+
     /// Judges a launch on a stream that is capturing, and adds it to the capture.
     pub(super) fn capture(
         &mut self,
@@ -238,6 +255,8 @@ impl Simulation {
                 && !self.contexts[device.index()].is_lost
             {
                 self.contexts[device.index()].is_lost = true;
+                // A fault says more than the early unmap that led to it.
+                self.unreported = None;
                 self.report(SimError::UnmappedAccess(Box::new(UnmappedAccessError {
                     address: DevicePtr(address),
                     allocation: allocation.map(|allocation| self.oracle.info(allocation)),
