@@ -1,0 +1,33 @@
+//! Settings for Python: the core's one parser, and its refusals as Python's `ConfigError`.
+
+use alloc_core::config::{Config, Parsed};
+use pyo3::prelude::*;
+
+pyo3::import_exception!(rallocator.errors, ConfigError);
+
+/// Adds the function and its answer to the module.
+pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<ParsedConfig>()?;
+    module.add_function(wrap_pyfunction!(parse_config, module)?)
+}
+
+/// What a text of settings says; the counterpart of the core's `Parsed`.
+#[pyclass(frozen, get_all, module = "rallocator._core")]
+struct ParsedConfig {
+    given: Vec<(String, String)>,
+    inert: Vec<String>,
+    effective: Vec<(&'static str, String)>,
+    text: String,
+}
+
+/// Reads settings written in torch's grammar.
+#[pyfunction]
+fn parse_config(text: &str) -> PyResult<ParsedConfig> {
+    let Parsed { config, given, inert } = parse(text)?;
+    Ok(ParsedConfig { given, inert, effective: config.describe(), text: config.to_string() })
+}
+
+/// The settings of a text that came from Python.
+pub(crate) fn parse(text: &str) -> PyResult<Parsed> {
+    Config::parse(text).map_err(|error| ConfigError::new_err(error.to_string()))
+}
