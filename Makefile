@@ -14,7 +14,7 @@ cargo_test := $(shell command -v cargo-nextest >/dev/null && echo nextest run ||
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help run check test wheel bench sabotage loom fix lock clean \
+.PHONY: help run check test wheel bench sabotage loom fix readme lock clean \
 	develop install-wheel rust loom-models python-checks python-without-torch python-with-torch
 
 help: ## List these commands
@@ -44,6 +44,9 @@ fix: $(VIRTUAL_ENV)/tools ## Format everything, and mend what the linters can me
 	cargo fmt --all
 	ruff check --fix
 	ruff format
+
+readme: develop ## Put the demo's present output into README.md
+	python tools/write_readme.py
 
 lock: $(VIRTUAL_ENV)/tools ## Pin the newest versions of all dependencies
 	cargo update
