@@ -28,6 +28,8 @@ mod pool;
 mod pool_set;
 mod release;
 mod settle;
+#[cfg(feature = "sim")]
+pub mod simulated_gpu;
 pub mod size;
 pub mod snapshot;
 pub mod stats;

@@ -123,6 +123,12 @@ impl Captures {
         Ok(())
     }
 
+    /// Gives up all captures and destroys all graphs.
+    pub(super) fn clear(&mut self) {
+        self.ongoing.clear();
+        self.graphs.clear();
+    }
+
     pub(super) fn graph(&self, graph: GraphId) -> Result<&Captured, Status> {
         self.graphs.get(&graph).map(|graph| &graph.captured).ok_or(Status::InvalidValue)
     }

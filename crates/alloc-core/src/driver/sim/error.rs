@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::driver::Status;
-use crate::id::{DevicePtr, Stream};
+use crate::id::{DeviceId, DevicePtr, Stream};
 
 /// Whether a kernel reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -134,6 +134,22 @@ impl fmt::Display for UnmappedAccessError {
     }
 }
 
+/// A mapping was removed although nothing orders that after its last use, as far as the host has seen.
+///
+/// The work may have been over by luck; on another day it faults. Either the program used the memory on a stream that it
+/// did not tell of with `record_stream`, or the allocator did not wait for one that it knew.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the mapping at {address:?} was removed although the host had not seen the end of its use on stream {:?} of {}",
+    stream.handle, stream.device
+)]
+pub struct UnorderedUnmapError {
+    /// Where the mapping began.
+    pub address: DevicePtr,
+    /// A stream whose last use of it was not seen to end.
+    pub stream: Stream,
+}
+
 /// Something that no correct allocator lets happen, whatever the program does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Violation {
@@ -156,17 +172,6 @@ pub enum Violation {
     /// The allocator unmapped or freed memory of a live allocation.
     #[error("memory was taken from under {0}, which is live")]
     TakenWhileLive(AllocationInfo),
-    /// The allocator unmapped memory without having seen that all work on it had ended.
-    #[error(
-        "the mapping at {address:?} was removed although the host had not seen the end of its use on stream {:?} of {}",
-        stream.handle, stream.device
-    )]
-    UnmappedWithoutProof {
-        /// Where the mapping began.
-        address: DevicePtr,
-        /// A stream whose last use of it was not seen to end.
-        stream: Stream,
-    },
     /// Memory of a live graph was handed to an allocation outside its pool, which a replay now overwrites.
     #[error("{replay} while the same memory belongs to {owner}")]
     GraphMemoryHandedOut {
@@ -174,6 +179,26 @@ pub enum Violation {
         replay: UseInfo,
         /// Who owns the memory now.
         owner: AllocationInfo,
+    },
+    /// The allocator did not know one of its allocations when it was freed, or freed what was not one.
+    #[error("the free of {address:?} came to {outcome}, but a live allocation {} there", if *is_live { "was" } else { "was not" })]
+    FreeMisjudged {
+        /// What was freed.
+        address: DevicePtr,
+        /// What the allocator said.
+        outcome: &'static str,
+        /// Whether a live allocation starts there.
+        is_live: bool,
+    },
+    /// The allocator's count of the memory that it holds is not the device's.
+    #[error("the allocator counts {reserved} reserved bytes on {device}, which has given out {physical}")]
+    Miscounted {
+        /// The device.
+        device: DeviceId,
+        /// Bytes by the allocator's count.
+        reserved: u64,
+        /// Bytes by the device's count.
+        physical: u64,
     },
     /// After everything was released, the device still holds something.
     #[error(
@@ -206,6 +231,9 @@ pub enum SimError {
     /// See [`UnmappedAccessError`]: the program used what it never allocated, or the allocator unmapped too early.
     #[error(transparent)]
     UnmappedAccess(#[from] Box<UnmappedAccessError>),
+    /// See [`UnorderedUnmapError`]: the program left a `record_stream` out, or the allocator unmapped too early.
+    #[error(transparent)]
+    UnorderedUnmap(#[from] Box<UnorderedUnmapError>),
     /// See [`Violation`]: the allocator is wrong.
     #[error(transparent)]
     Violation(#[from] Box<Violation>),

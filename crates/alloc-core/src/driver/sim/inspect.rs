@@ -113,15 +113,38 @@ impl SimDriver {
         self.lock().events.live()
     }
 
+    /// Whether an illegal access has destroyed some device's context.
+    pub fn is_any_lost(&self) -> bool {
+        self.lock().contexts.iter().any(|context| context.is_lost)
+    }
+
     /// Whether an illegal access has destroyed `device`'s context.
     pub fn is_lost(&self, device: DeviceId) -> bool {
         self.lock().contexts[device.index()].is_lost
     }
 
-    /// The first violation or unmapped access there ever was.
+    /// Whether the driver answers: not in a forked child, and not once it has shut down.
+    pub fn is_running(&self) -> bool {
+        self.lock().life == Life::Running
+    }
+
+    /// Whether this is the child of a fork.
+    pub fn is_forked(&self) -> bool {
+        self.lock().life == Life::Forked
+    }
+
+    /// What went wrong since the last call of the program, for calls that are not the program's own.
     ///
     /// # Errors
-    /// [`SimError::Violation`] and [`SimError::UnmappedAccess`], again at each call.
+    /// [`SimError::Violation`], [`SimError::UnmappedAccess`] and [`SimError::UnorderedUnmap`], once.
+    pub fn verdict(&self) -> Result<(), SimError> {
+        self.note(|_| Ok(()))
+    }
+
+    /// The first violation, unmapped access or unordered unmap there ever was.
+    ///
+    /// # Errors
+    /// [`SimError::Violation`], [`SimError::UnmappedAccess`] and [`SimError::UnorderedUnmap`], again at each call.
     pub fn check(&self) -> Result<(), SimError> {
         self.lock().first_failure.clone().map_or(Ok(()), Err)
     }

@@ -51,7 +51,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use capture::GraphId;
 pub use error::{
-    AccessKind, AllocationInfo, RaceError, SimError, UnmappedAccessError, UseAfterFreeError, UseInfo, Violation, Work,
+    AccessKind, AllocationInfo, RaceError, SimError, UnmappedAccessError, UnorderedUnmapError, UseAfterFreeError,
+    UseInfo, Violation, Work,
 };
 pub use inspect::PhysicalBytes;
 pub use memory::Level;
@@ -92,6 +93,12 @@ impl Default for SimOptions {
 #[derive(Clone, Debug)]
 pub struct SimDriver {
     simulation: Arc<Mutex<Simulation>>,
+}
+
+impl Default for SimDriver {
+    fn default() -> Self {
+        Self::new(SimOptions::default())
+    }
 }
 
 impl SimDriver {

@@ -10,7 +10,9 @@ use rustc_hash::FxHashMap;
 
 use super::access::{Access, AllocationId};
 use super::clock::{StreamIndex, VectorClock};
-use super::error::{AccessKind, AllocationInfo, RaceError, SimError, UseAfterFreeError, UseInfo, Violation, Work};
+use super::error::{
+    AccessKind, AllocationInfo, RaceError, SimError, UnorderedUnmapError, UseAfterFreeError, UseInfo, Violation, Work,
+};
 use super::interval_map::IntervalMap;
 use super::memory::{Memory, PhysicalId};
 use super::shadow::{Shadow, Use};
@@ -118,9 +120,15 @@ impl Oracle {
         }
     }
 
-    /// Whether `address` lies in a live allocation.
-    pub(super) fn is_live(&self, address: u64) -> bool {
-        self.live_in(address..address + 1).is_some()
+    /// Where live allocations start, and the device of each.
+    pub(super) fn live_allocations(&self) -> Vec<(DevicePtr, DeviceId)> {
+        let device_of = |id: AllocationId| self.allocations[id.0].stream.device;
+        self.live.iter().map(|(&address, &id)| (DevicePtr(address), device_of(id))).collect()
+    }
+
+    /// The private pools that were begun more often than released, and by how much.
+    pub(super) fn held_pools(&self) -> Vec<(DeviceId, PoolId, u32)> {
+        self.pools.iter().map(|(&(device, pool), &holders)| (device, pool, holders)).collect()
     }
 
     /// The use of the allocation around `address` that a kernel means; or the freed allocation it would use.
@@ -213,7 +221,7 @@ impl Oracle {
     }
 
     /// Judges an unmap, which has to wait until the host has seen the end of all work on the mappings.
-    pub(super) fn on_unmap(&mut self, timeline: &Timeline, address: u64, size: u64) -> Result<(), Box<Violation>> {
+    pub(super) fn on_unmap(&mut self, timeline: &Timeline, address: u64, size: u64) -> Result<(), SimError> {
         let mut unseen = None;
         while let Some((&mapped_at, _)) = self.used_through.range(address..address + size).next() {
             let last_use = self.used_through.remove(&mapped_at).unwrap_or_default();
@@ -221,10 +229,11 @@ impl Oracle {
         }
         self.on_taken(address, size)?;
         match unseen {
-            Some((mapped_at, stream)) => Err(Box::new(Violation::UnmappedWithoutProof {
+            Some((mapped_at, stream)) => Err(Box::new(UnorderedUnmapError {
                 address: DevicePtr(mapped_at),
                 stream: timeline.stream(stream).stream,
-            })),
+            })
+            .into()),
             None => Ok(()),
         }
     }

@@ -100,6 +100,16 @@ impl SimDriver {
         })
     }
 
+    /// Ends everything, as [`complete`](Self::complete), and lets the host see it: the program synchronises all devices.
+    pub fn synchronize(&self) -> Result<()> {
+        self.complete(None)?;
+        let mut simulation = self.lock();
+        for device in (0..simulation.options.devices).map(DeviceId) {
+            simulation.timeline.see_device(device);
+        }
+        Ok(())
+    }
+
     /// Lets `duration_us` pass.
     pub fn advance(&self, duration_us: u64) -> Result<()> {
         self.program(WAIT, |simulation| {
@@ -145,6 +155,14 @@ impl SimDriver {
             simulation.timeline.destroy(index);
             Ok(())
         })
+    }
+
+    /// The device that `stream` belongs to, or would belong to if it were used now. Not a call of the driver.
+    pub fn device_of(&self, stream: StreamHandle) -> DeviceId {
+        let mut simulation = self.lock();
+        let device = simulation.current_device();
+        let index = simulation.timeline.find_or_create(stream, device);
+        simulation.timeline.stream(index).stream.device
     }
 
     /// Makes `device` the calling thread's current one, and its context active.
@@ -194,6 +212,20 @@ impl SimDriver {
         })
     }
 
+    /// Whether two streams take part in the same capture.
+    pub fn are_captured_together(&self, first: StreamHandle, second: StreamHandle) -> bool {
+        let mut simulation = self.lock();
+        let device = simulation.current_device();
+        let [first, second] = [first, second].map(|stream| simulation.timeline.find_or_create(stream, device));
+        let capture = simulation.captures.of(first);
+        capture.is_some() && capture == simulation.captures.of(second)
+    }
+
+    /// Gives up all captures and destroys all graphs.
+    pub fn drop_graphs(&self) {
+        self.lock().captures.clear();
+    }
+
     /// Queues all that `graph` captured on `stream`, as one launch, which starts after the graph's last replay has ended.
     ///
     /// # Errors
@@ -238,9 +270,15 @@ impl SimDriver {
         self.note(|simulation| Ok(simulation.oracle.on_freed(address.0)))
     }
 
-    /// Whether `address` lies in an allocation that the program has.
-    pub fn is_allocated(&self, address: DevicePtr) -> bool {
-        self.lock().oracle.is_live(address.0)
+    /// Whether `address` lies in an allocation, live or freed.
+    pub fn is_known(&self, address: DevicePtr) -> bool {
+        let resolved = self.lock().oracle.resolve(address.0, AccessKind::Read);
+        resolved.map_or(true, |access| access.allocation.is_some())
+    }
+
+    /// Where the program's live allocations start, and the device of each.
+    pub fn live_allocations(&self) -> Vec<(DevicePtr, DeviceId)> {
+        self.lock().oracle.live_allocations()
     }
 
     /// Private pool `pool` was begun once more. A graph may go on using what is freed in it until it is released.
@@ -251,6 +289,11 @@ impl SimDriver {
     /// Private pool `pool` was released once more; as often as it was begun, and no graph may use its memory again.
     pub fn pool_released(&self, device: DeviceId, pool: PoolId) {
         self.lock().oracle.on_pool_released(device, pool);
+    }
+
+    /// The private pools that were begun more often than released, and by how much.
+    pub fn held_pools(&self) -> Vec<(DeviceId, PoolId, u32)> {
+        self.lock().oracle.held_pools()
     }
 }
 
@@ -265,7 +308,7 @@ impl SimDriver {
     }
 
     /// Bookkeeping that makes no call of the driver, which therefore need not be there.
-    fn note<T>(&self, body: impl FnOnce(&mut Simulation) -> Result<T>) -> Result<T> {
+    pub(super) fn note<T>(&self, body: impl FnOnce(&mut Simulation) -> Result<T>) -> Result<T> {
         let mut simulation = self.lock();
         let outcome = body(&mut simulation);
         match simulation.unreported.take() {

@@ -214,8 +214,8 @@ impl Simulation {
     /// Judges the unmapping or freeing of `size` bytes at `address`.
     pub(super) fn on_unmap(&mut self, address: u64, size: u64) {
         self.timeline.on_unmap(address, size);
-        if let Err(violation) = self.oracle.on_unmap(&self.timeline, address, size) {
-            self.report(violation.into());
+        if let Err(failure) = self.oracle.on_unmap(&self.timeline, address, size) {
+            self.report(failure);
         }
     }
 

@@ -73,8 +73,7 @@ fn another_thread_is_bound_by_a_global_capture_and_by_no_other() {
     ] {
         let driver = driver();
         driver.begin_capture(FIRST, mode).unwrap();
-        let other_thread = driver.clone();
-        let is_refused = std::thread::spawn(move || other_thread.allocate(DEVICE, PAGE).is_err()).join().unwrap();
+        let is_refused = on_another_thread(&driver, |driver| driver.allocate(DEVICE, PAGE).is_err());
         assert_eq!(is_refused, expected == CaptureStatus::Invalidated);
         assert_eq!(capture_status(&driver, FIRST), expected, "{mode:?}");
     }
@@ -158,8 +157,7 @@ fn a_capture_begins_on_no_default_stream_and_ends_where_and_in_which_thread_it_b
     assert_eq!(refusal(driver.begin_capture(StreamHandle::DEFAULT, GLOBAL)), Status::CaptureUnsupported);
     driver.begin_capture(FIRST, GLOBAL).unwrap();
     assert_eq!(refusal(driver.begin_capture(FIRST, GLOBAL)), Status::InvalidValue);
-    let other_thread = driver.clone();
-    let elsewhere = std::thread::spawn(move || refusal(other_thread.end_capture(FIRST))).join().unwrap();
+    let elsewhere = on_another_thread(&driver, |driver| refusal(driver.end_capture(FIRST)));
     assert_eq!(elsewhere, Status::Other(908), "wrong thread");
     assert_eq!(refusal(driver.end_capture(SECOND)), Status::InvalidValue);
     driver.end_capture(FIRST).unwrap();

@@ -9,8 +9,7 @@ fn a_thread_has_no_current_device_until_it_sets_one() {
     assert_eq!(driver.current_device().unwrap(), None);
     driver.set_current_device(DeviceId(1)).unwrap();
     assert_eq!(driver.current_device().unwrap(), Some(DeviceId(1)));
-    let other_thread = driver.clone();
-    assert_eq!(std::thread::spawn(move || other_thread.current_device().unwrap()).join().unwrap(), None);
+    assert_eq!(on_another_thread(&driver, |driver| driver.current_device().unwrap()), None);
 }
 
 #[test]

@@ -62,6 +62,13 @@ fn hand_on(driver: &SimDriver, address: DevicePtr, size: u64, to: StreamHandle) 
     driver.allocated(address, size, on_device(to), None).unwrap();
 }
 
+/// Runs `call` on a thread of its own.
+#[expect(clippy::disallowed_methods, reason = "a thread has a current device, a capture mode and a default stream")]
+fn on_another_thread<T: Send + 'static>(driver: &SimDriver, call: impl FnOnce(&SimDriver) -> T + Send + 'static) -> T {
+    let driver = driver.clone();
+    std::thread::spawn(move || call(&driver)).join().unwrap()
+}
+
 fn status<T: std::fmt::Debug>(result: Result<T, DriverError>) -> Status {
     result.unwrap_err().status
 }

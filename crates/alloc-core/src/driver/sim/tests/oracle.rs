@@ -1,6 +1,6 @@
 //! The race oracle's verdicts.
 
-use super::super::{AccessKind, RaceError, Work};
+use super::super::{AccessKind, RaceError, UnorderedUnmapError, Work};
 use super::*;
 use crate::driver::{CaptureMode, Completion};
 use crate::id::PoolId;
@@ -203,7 +203,7 @@ fn work_queued_on_unmapped_memory_faults_when_it_runs_even_if_something_else_is_
 }
 
 #[test]
-fn unmapping_memory_whose_work_the_host_has_not_seen_to_end_is_a_violation() {
+fn unmapping_memory_whose_work_the_host_has_not_seen_to_end_is_found() {
     let driver = driver();
     let (range, handle) = mapped_page(&driver);
     driver.allocated(range, PAGE, on_device(FIRST), None).unwrap();
@@ -211,9 +211,9 @@ fn unmapping_memory_whose_work_the_host_has_not_seen_to_end_is_a_violation() {
     driver.freed(range).unwrap();
     driver.complete(None).unwrap();
     driver.unmap(DEVICE, range, PAGE).unwrap();
-    let unproven = Violation::UnmappedWithoutProof { address: range, stream: on_device(FIRST) };
-    assert_eq!(violation(driver.complete(None)), unproven, "found although the work was over");
-    assert_eq!(violation(driver.check()), unproven);
+    let unproven = SimError::UnorderedUnmap(UnorderedUnmapError { address: range, stream: on_device(FIRST) }.into());
+    assert_eq!(driver.complete(None), Err(unproven.clone()), "found although the work was over");
+    assert_eq!(driver.check(), Err(unproven));
     driver.release_handle(DEVICE, handle).unwrap();
 }
 

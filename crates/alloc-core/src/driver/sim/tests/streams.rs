@@ -210,8 +210,7 @@ fn handles_0_and_1_are_one_stream_and_handle_2_is_each_threads_own() {
     assert_eq!((query(&driver, legacy), query(&driver, own)), (Completion::Pending, Completion::Done));
 
     driver.launch(StreamHandle::PER_THREAD, &[], &[], 10).unwrap();
-    let other_thread = driver.clone();
-    let elsewhere = std::thread::spawn(move || recorded(&other_thread, StreamHandle::PER_THREAD)).join().unwrap();
+    let elsewhere = on_another_thread(&driver, |driver| recorded(driver, StreamHandle::PER_THREAD));
     assert_eq!(query(&driver, elsewhere), Completion::Done, "it marks the stream of the thread that recorded it");
 }
 
