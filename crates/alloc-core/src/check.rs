@@ -101,17 +101,10 @@ impl DeviceState {
             (address, previous, next, count) = (block.end(), Some(id), block.next, count + 1);
         }
         ensure!(address == span.base + span.size, "the blocks of span {:#x} end at {address:#x}", span.base);
-        self.scan_slots(span_ix)?;
+        self.scan_mappings(span_ix)?;
         let class = self.pools[span.pool].class.index();
-        match &span.kind {
-            SpanKind::Segment => {
-                sums.segments[class] += 1;
-                sums.reserved[class] += span.size;
-            }
-            SpanKind::Range { handle_size, slots } => {
-                sums.reserved[class] += slots.iter().flatten().count() as u64 * handle_size;
-            }
-        }
+        sums.segments[class] += u64::from(matches!(span.kind, SpanKind::Segment));
+        sums.reserved[class] += span.reserved();
         Ok(count)
     }
 
@@ -155,28 +148,25 @@ impl DeviceState {
         Ok(())
     }
 
-    /// Memory and handles agree, slot by slot. A claimed block may be on its way from one to the other.
-    fn scan_slots(&self, span_ix: SpanIx) -> Result<(), String> {
+    /// Memory and handles agree. A claimed block may be on its way from one to the other.
+    fn scan_mappings(&self, span_ix: SpanIx) -> Result<(), String> {
         let span = &self.spans[span_ix];
-        let SpanKind::Range { handle_size, slots } = &span.kind else { return Ok(()) };
+        let SpanKind::Range(mappings) = &span.kind else { return Ok(()) };
+        let mut end_of_last = span.base;
+        for mapping in mappings.iter() {
+            ensure!(mapping.address >= end_of_last, "handles overlap at {:#x}", mapping.address);
+            end_of_last = mapping.end();
+        }
         let mut next = self.blocks.at(span.base);
         while let Some(id) = next {
             let block = &self.blocks[id];
             next = block.next;
-            if block.state == BlockState::Claimed {
-                continue;
-            }
-            let first = ((block.address - span.base) / handle_size) as usize;
-            let last = ((block.end() - 1 - span.base) / handle_size) as usize;
-            let is_mapped = |slot: usize| slots.get(slot).copied().flatten().is_some();
-            if block.state == BlockState::Unmapped {
-                let offset = block.address - span.base;
-                let whole = offset.is_multiple_of(*handle_size) && block.size.is_multiple_of(*handle_size);
-                ensure!(whole, "hole {:#x} is not made of whole handles", block.address);
-                let reached = last.min(slots.len());
-                ensure!(!(first..=reached).any(is_mapped), "hole {:#x} has memory", block.address);
-            } else {
-                ensure!((first..=last).all(is_mapped), "block {:#x} lacks memory", block.address);
+            match block.state {
+                BlockState::Claimed => {}
+                BlockState::Unmapped => {
+                    ensure!(mappings.is_free(block.address, block.end()), "hole {:#x} has memory", block.address);
+                }
+                _ => ensure!(mappings.covers(block.address, block.end()), "block {:#x} lacks memory", block.address),
             }
         }
         Ok(())

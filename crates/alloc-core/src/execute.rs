@@ -3,10 +3,11 @@
 //! A failure part of the way is undone here, so that the state hears either that all was done or what is left.
 
 use crate::{
+    backing::mapping::{Mapping, Runs},
     driver::{CaptureMode, CaptureStatus, Completion, Driver, DriverError, Status},
     event::{Closed, Closing, Mark},
     id::{DevicePtr, Event, PhysicalHandle},
-    plan::{Hole, Map, MapFailure, Outcome, Plan, Release, ReleaseRun, Released, RunOutcome, Synchronize},
+    plan::{Map, MapFailure, Outcome, Plan, Release, ReleaseRun, Released, RunOutcome, Synchronize},
 };
 
 /// Makes the plan's calls. Whatever some stream is capturing meanwhile is not disturbed.
@@ -159,39 +160,40 @@ fn synchronize_unless_capturing<D: Driver>(driver: &D, plan: &Synchronize) -> Re
     driver.synchronize_device(plan.device).map(|()| true)
 }
 
-/// Creates a handle for every slot of every hole and maps it; on failure undoes what was done.
+/// Creates the handles of all holes and maps them; on failure undoes what was done.
 fn create_and_map<D: Driver>(driver: &D, map: &Map) -> Result<Vec<PhysicalHandle>, MapFailure> {
-    let count = map.holes.iter().map(|hole| hole.size / map.handle_size).sum();
-    let mut handles = Vec::with_capacity(count as usize);
-    let mut mapped = Vec::new();
-    let result = (0..count)
-        .try_for_each(|_| {
-            handles.push(driver.create_handle(map.device, map.handle_size)?);
+    let sizes = map.holes.iter().flat_map(|hole| hole.handles.iter().copied());
+    let mut created = Vec::new();
+    let mut mapped = Runs::default();
+    let result = sizes
+        .into_iter()
+        .try_for_each(|size| {
+            created.push((driver.create_handle(map.device, size)?, size));
             Ok(())
         })
-        .and_then(|()| map_holes(driver, map, &handles, &mut mapped));
-    result.map_err(|error| undo_map(driver, map, handles.clone(), &mapped, error)).map(|()| handles)
+        .and_then(|()| map_holes(driver, map, &created, &mut mapped));
+    match result {
+        Ok(()) => Ok(created.into_iter().map(|(handle, _)| handle).collect()),
+        Err(error) => Err(undo_map(driver, map, created, &mapped, error)),
+    }
 }
 
 /// Maps the handles into the holes, in order; `mapped` tells how far it came.
 fn map_holes<D: Driver>(
     driver: &D,
     map: &Map,
-    handles: &[PhysicalHandle],
-    mapped: &mut Vec<(DevicePtr, u64)>,
+    created: &[(PhysicalHandle, u64)],
+    mapped: &mut Runs,
 ) -> Result<(), DriverError> {
-    let mut handles = handles.iter();
-    for Hole { address, size, .. } in &map.holes {
-        let base = DevicePtr(*address);
-        for offset in (0..*size).step_by(map.handle_size as usize) {
-            let handle = *handles.next().expect("one handle was created for each slot");
-            driver.map(map.device, base.offset(offset), map.handle_size, handle)?;
-            match mapped.last_mut() {
-                Some((last, length)) if *last == base => *length += map.handle_size,
-                _ => mapped.push((base, map.handle_size)),
-            }
+    let mut created = created.iter();
+    for hole in &map.holes {
+        let mut address = hole.address;
+        for (handle, size) in created.by_ref().take(hole.handles.len()) {
+            driver.map(map.device, DevicePtr(address), *size, *handle)?;
+            mapped.push(address, *size);
+            address += size;
         }
-        driver.set_access(map.device, base, *size, &map.access)?;
+        driver.set_access(map.device, DevicePtr(hole.address), hole.size(), &map.access)?;
     }
     Ok(())
 }
@@ -199,15 +201,16 @@ fn map_holes<D: Driver>(
 fn undo_map<D: Driver>(
     driver: &D,
     map: &Map,
-    handles: Vec<PhysicalHandle>,
-    mapped: &[(DevicePtr, u64)],
+    created: Vec<(PhysicalHandle, u64)>,
+    mapped: &Runs,
     error: DriverError,
 ) -> MapFailure {
     let mut stuck = false;
-    for (base, size) in mapped {
-        stuck |= driver.unmap(map.device, *base, *size).is_err();
+    for (base, size) in &mapped.0 {
+        stuck |= driver.unmap(map.device, DevicePtr(*base), *size).is_err();
     }
-    let strays = handles.into_iter().filter(|handle| driver.release_handle(map.device, *handle).is_err()).collect();
+    let mut strays = created;
+    strays.retain(|(handle, _)| driver.release_handle(map.device, *handle).is_err());
     MapFailure { error, strays, stuck }
 }
 
@@ -255,7 +258,8 @@ fn release_handles<D: Driver>(
     driver: &D,
     run: &ReleaseRun,
     succeeds: &mut impl FnMut(Result<(), DriverError>) -> bool,
-) -> Vec<PhysicalHandle> {
-    let handles = run.handles.iter().copied();
-    handles.filter(|handle| !succeeds(driver.release_handle(run.device, *handle))).collect()
+) -> Vec<Mapping> {
+    let mut kept = run.handles.clone();
+    kept.retain(|mapping| !succeeds(driver.release_handle(run.device, mapping.handle)));
+    kept
 }

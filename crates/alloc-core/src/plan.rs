@@ -5,7 +5,7 @@
 //! call that fails, or that takes long, never leaves the state half changed or locked.
 
 use crate::{
-    backing::SpanIx,
+    backing::mapping::Mapping,
     block::BlockId,
     driver::DriverError,
     event::{Closed, Closing, Mark, StreamIx},
@@ -62,28 +62,33 @@ pub(crate) struct Reserve {
     pub(crate) device: DeviceId,
     pub(crate) pool: PoolIx,
     pub(crate) size: u64,
-    pub(crate) handle_size: u64,
 }
 
 /// Holes of a range to be filled with new handles, so that `pieces` become one block.
 #[derive(Debug)]
 pub(crate) struct Map {
     pub(crate) device: DeviceId,
-    pub(crate) span: SpanIx,
     /// Claimed blocks, each touching the next: some have memory, some are the holes.
     pub(crate) pieces: Vec<BlockId>,
+    /// In address order.
     pub(crate) holes: Vec<Hole>,
-    pub(crate) handle_size: u64,
     /// The devices that shall reach the memory.
     pub(crate) access: Vec<DeviceId>,
 }
 
-/// Addresses with no memory behind them: whole handles.
-#[derive(Clone, Copy, Debug)]
+/// Addresses with no memory behind them: a claimed block.
+#[derive(Clone, Debug)]
 pub(crate) struct Hole {
     pub(crate) block: BlockId,
     pub(crate) address: u64,
-    pub(crate) size: u64,
+    /// The sizes of the handles that fill it, from first to last.
+    pub(crate) handles: Vec<u64>,
+}
+
+impl Hole {
+    pub(crate) fn size(&self) -> u64 {
+        self.handles.iter().sum()
+    }
 }
 
 /// Memory to be given back.
@@ -120,7 +125,7 @@ pub(crate) struct ReleaseRun {
     pub(crate) block: BlockId,
     pub(crate) address: DevicePtr,
     pub(crate) size: u64,
-    pub(crate) handles: Vec<PhysicalHandle>,
+    pub(crate) handles: Vec<Mapping>,
 }
 
 /// A range to be given back: its one block is claimed.
@@ -164,8 +169,8 @@ pub(crate) enum Outcome {
 #[derive(Debug)]
 pub(crate) struct MapFailure {
     pub(crate) error: DriverError,
-    /// Handles that were created on the way and could not be released again.
-    pub(crate) strays: Vec<PhysicalHandle>,
+    /// Handles that were created on the way and could not be released again, with their sizes.
+    pub(crate) strays: Vec<(PhysicalHandle, u64)>,
     /// Whether mappings were made that could not be undone: the holes must never be used again.
     pub(crate) stuck: bool,
 }
@@ -189,5 +194,5 @@ pub(crate) enum RunOutcome {
     /// Still mapped, as before.
     Kept,
     /// Unmapped; these handles could not be released.
-    Unmapped(Vec<PhysicalHandle>),
+    Unmapped(Vec<Mapping>),
 }

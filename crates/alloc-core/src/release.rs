@@ -4,14 +4,15 @@
 //! when the host knows that every last use of the block over them is over. Memory of a live private pool stays.
 
 use crate::{
+    backing::mapping::{Mapping, Runs},
     block::{BlockId, BlockState},
     device::{DeviceState, Request},
     history::Action,
-    id::{DevicePtr, PhysicalHandle},
+    id::DevicePtr,
     plan::{Plan, Release, ReleaseRange, ReleaseRun, ReleaseSegment, Released, RunOutcome, Stray},
     pool::FreeBlock,
     pool_set::PoolIx,
-    size::{SizeClass, round_down, round_up},
+    size::SizeClass,
     stats::is_oversize,
 };
 
@@ -111,34 +112,24 @@ impl DeviceState {
     fn claim_runs(&mut self, id: BlockId, runs: &mut Vec<ReleaseRun>) {
         let block = &self.blocks[id];
         let is_over = block.last_use.iter().all(|(stream, epoch)| self.streams.is_done(stream, epoch));
-        let handle_size = self.handle_size(block.span);
-        let base = self.spans[block.span].base;
-        let first = base + round_up(block.address - base, handle_size);
-        let end = base + round_down(block.end() - base, handle_size);
-        if !is_over || first >= end {
-            return;
-        }
         let pinned = if self.pins.is_empty() { Vec::new() } else { self.pins.of_span(block.span) };
-        let is_pinned = |slot: u64| pinned.iter().any(|(from, to)| *from < slot + handle_size && slot < *to);
-        let mut pieces: Vec<(u64, u64)> = Vec::new();
-        for slot in (first..end).step_by(handle_size as usize).filter(|slot| !is_pinned(*slot)) {
-            match pieces.last_mut() {
-                Some((_, end)) if *end == slot => *end += handle_size,
-                _ => pieces.push((slot, slot + handle_size)),
-            }
-        }
-        if pieces.is_empty() {
+        let is_pinned =
+            |mapping: &Mapping| pinned.iter().any(|(from, to)| *from < mapping.end() && mapping.address < *to);
+        let mut pieces = Runs::default();
+        let inside = self.spans[block.span].mappings().within(block.address, block.end());
+        inside.filter(|mapping| !is_pinned(mapping)).for_each(|mapping| pieces.push(mapping.address, mapping.size));
+        if !is_over || pieces.0.is_empty() {
             return;
         }
         self.unindex(id);
         let mut rest = Some(id);
-        for (from, to) in pieces {
+        for (address, size) in pieces.0 {
             let id = rest.take().expect("the pieces lie inside the block, in order");
-            let run = self.cut_off_front(id, from);
-            if to < self.blocks[run].end() {
-                rest = Some(self.blocks.split(run, to - from));
+            let run = self.cut_off_front(id, address);
+            if size < self.blocks[run].size {
+                rest = Some(self.blocks.split(run, size));
             }
-            runs.push(self.claim_run(run, handle_size));
+            runs.push(self.claim_run(run));
         }
         if let Some(rest) = rest {
             self.index(rest);
@@ -156,12 +147,11 @@ impl DeviceState {
         rest
     }
 
-    fn claim_run(&mut self, id: BlockId, handle_size: u64) -> ReleaseRun {
-        let (span, address, size) = (self.blocks[id].span, self.blocks[id].address, self.blocks[id].size);
-        let slots = (address..address + size).step_by(handle_size as usize);
-        let handles = slots.map(|slot| self.slot(span, slot).expect("idle memory is mapped")).collect();
-        self.blocks[id].state = BlockState::Claimed;
-        ReleaseRun { device: self.id, block: id, address: DevicePtr(address), size, handles }
+    fn claim_run(&mut self, id: BlockId) -> ReleaseRun {
+        let block = &mut self.blocks[id];
+        block.state = BlockState::Claimed;
+        let handles = self.spans[block.span].mappings().within(block.address, block.end()).collect();
+        ReleaseRun { device: self.id, block: id, address: DevicePtr(block.address), size: block.size, handles }
     }
 
     /// Claims an unmapped block that is a whole range.
@@ -217,17 +207,15 @@ impl DeviceState {
         self.remove_span(segment.block);
     }
 
-    fn on_run_unmapped(&mut self, run: &ReleaseRun, strays: &[PhysicalHandle]) {
-        let block = &self.blocks[run.block];
-        let (span, pool) = (block.span, block.pool);
+    fn on_run_unmapped(&mut self, run: &ReleaseRun, strays: &[Mapping]) {
+        let (span, pool) = (self.blocks[run.block].span, self.blocks[run.block].pool);
         let class = self.pools[pool].class;
-        let handle_size = self.handle_size(span);
-        for slot in (run.address.0..run.address.0 + run.size).step_by(handle_size as usize) {
-            *self.slot(span, slot) = None;
+        for mapping in &run.handles {
+            self.spans[span].mappings_mut().remove(mapping.address);
         }
-        let kept = strays.len() as u64 * handle_size;
+        let kept: u64 = strays.iter().map(|mapping| mapping.size).sum();
         self.stats.on_handles_released(class, run.size - kept, run.handles.len() - strays.len());
-        let stray = |handle: &_| Stray { device: run.device, handle: *handle, size: handle_size, class };
+        let stray = |mapping: &Mapping| Stray { device: run.device, handle: mapping.handle, size: mapping.size, class };
         self.strays.extend(strays.iter().map(stray));
         self.record(Action::SegmentUnmap, run.address.0, run.size, pool);
         self.make_unmapped(run.block);

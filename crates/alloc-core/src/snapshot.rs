@@ -70,7 +70,7 @@ impl DeviceState {
         let mut segments = Vec::new();
         for span in self.spans.by_address() {
             let span = &self.spans[span];
-            let is_expandable = matches!(span.kind, SpanKind::Range { .. });
+            let is_expandable = matches!(span.kind, SpanKind::Range(_));
             let mut next = self.blocks.at(span.base);
             while let Some(first) = next {
                 let (blocks, after) = self.mapped_from(first);

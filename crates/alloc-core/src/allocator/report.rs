@@ -2,7 +2,6 @@
 
 use super::{Allocator, Device};
 use crate::{
-    backing::SpanKind,
     block::BlockState,
     check::InvariantError,
     device::DeviceState,
@@ -144,10 +143,7 @@ impl DeviceState {
         for span in self.spans.ids() {
             let span = &self.spans[span];
             if self.pools[span.pool].owner.is_some() {
-                report.private += match &span.kind {
-                    SpanKind::Segment => span.size,
-                    SpanKind::Range { handle_size, slots } => slots.iter().flatten().count() as u64 * handle_size,
-                };
+                report.private += span.reserved();
             }
         }
         report

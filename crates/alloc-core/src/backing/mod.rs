@@ -1,15 +1,18 @@
 //! Where memory comes from: spans of contiguous addresses, each cut into blocks.
 //!
-//! A [`Segment`] is one driver allocation, all of it memory from first to last (torch's default). A [`Range`] is
-//! addresses set aside, with physical handles mapped where they are needed (torch's expandable segments). Which of the
-//! two a device uses is chosen once, when the device is first used.
+//! A *segment* is one driver allocation, all of it memory from first to last (torch's default). A *range* is addresses
+//! set aside, with physical handles mapped where they are needed (torch's expandable segments). Which of the two a device
+//! uses is chosen once, when the device is first used.
 
+pub(crate) mod expand;
+pub(crate) mod mapping;
 pub(crate) mod paged;
 pub(crate) mod segments;
 
 use std::ops::{Index, IndexMut};
 
-use crate::{id::PhysicalHandle, pool_set::PoolIx};
+use crate::pool_set::PoolIx;
+use mapping::Mappings;
 
 /// A span's place in the [`SpanTable`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -29,13 +32,34 @@ pub(crate) struct Span {
 pub(crate) enum SpanKind {
     /// Memory, from first to last.
     Segment,
-    /// Handles of `handle_size` bytes, where there are any: slot `i` is at `base + i * handle_size`.
-    Range {
-        /// A multiple of the driver's granularity.
-        handle_size: u64,
-        /// As many as were ever mapped; those beyond are empty.
-        slots: Vec<Option<PhysicalHandle>>,
-    },
+    /// Addresses set aside, with handles where there are any.
+    Range(Mappings),
+}
+
+impl Span {
+    /// The handles of a range.
+    pub(crate) fn mappings(&self) -> &Mappings {
+        match &self.kind {
+            SpanKind::Range(mappings) => mappings,
+            SpanKind::Segment => unreachable!("a segment has no handles"),
+        }
+    }
+
+    /// The handles of a range.
+    pub(crate) fn mappings_mut(&mut self) -> &mut Mappings {
+        match &mut self.kind {
+            SpanKind::Range(mappings) => mappings,
+            SpanKind::Segment => unreachable!("a segment has no handles"),
+        }
+    }
+
+    /// The bytes of memory in the span.
+    pub(crate) fn reserved(&self) -> u64 {
+        match &self.kind {
+            SpanKind::Segment => self.size,
+            SpanKind::Range(mappings) => mappings.bytes(),
+        }
+    }
 }
 
 /// All spans of a device.

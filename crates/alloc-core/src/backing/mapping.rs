@@ -1,0 +1,124 @@
+//! Which physical handle stands behind which addresses of a range.
+
+use std::collections::BTreeMap;
+
+use crate::id::PhysicalHandle;
+
+/// A whole handle at an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Mapping {
+    pub(crate) address: u64,
+    /// A multiple of the driver's granularity.
+    pub(crate) size: u64,
+    pub(crate) handle: PhysicalHandle,
+}
+
+impl Mapping {
+    pub(crate) fn end(&self) -> u64 {
+        self.address + self.size
+    }
+}
+
+/// The handles of one range, none overlapping another.
+#[derive(Debug, Default)]
+pub(crate) struct Mappings {
+    by_address: BTreeMap<u64, Mapping>,
+}
+
+impl Mappings {
+    pub(crate) fn insert(&mut self, mapping: Mapping) {
+        let displaced = self.by_address.insert(mapping.address, mapping);
+        debug_assert!(displaced.is_none(), "two handles at one address");
+    }
+
+    /// Takes the handle out that starts at `address`.
+    pub(crate) fn remove(&mut self, address: u64) -> Mapping {
+        self.by_address.remove(&address).expect("a handle starts here")
+    }
+
+    /// The handles in address order.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = Mapping> + '_ {
+        self.by_address.values().copied()
+    }
+
+    /// The handles that lie wholly between two addresses, in address order.
+    pub(crate) fn within(&self, from: u64, to: u64) -> impl DoubleEndedIterator<Item = Mapping> + '_ {
+        self.by_address.range(from..to).map(|(_, mapping)| *mapping).filter(move |mapping| mapping.end() <= to)
+    }
+
+    /// Whether every address between the two has memory.
+    pub(crate) fn covers(&self, from: u64, to: u64) -> bool {
+        let first = self.by_address.range(..=from).next_back().map_or(from, |(address, _)| *address);
+        let mut reached = from;
+        for (address, mapping) in self.by_address.range(first..to) {
+            if *address > reached {
+                return false;
+            }
+            reached = reached.max(mapping.end());
+        }
+        reached >= to
+    }
+
+    /// Whether no address between the two has memory.
+    pub(crate) fn is_free(&self, from: u64, to: u64) -> bool {
+        self.by_address.range(..to).next_back().is_none_or(|(_, mapping)| mapping.end() <= from)
+    }
+
+    /// The bytes of all handles.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.by_address.values().map(|mapping| mapping.size).sum()
+    }
+}
+
+/// Contiguous pieces of addresses, joined where they touch.
+#[derive(Debug, Default)]
+pub(crate) struct Runs(pub(crate) Vec<(u64, u64)>);
+
+impl Runs {
+    /// Adds `size` bytes at `address`, which lie after all that was added before.
+    pub(crate) fn push(&mut self, address: u64, size: u64) {
+        match self.0.last_mut() {
+            Some((base, length)) if *base + *length == address => *length += size,
+            _ => self.0.push((address, size)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mappings(pieces: &[(u64, u64)]) -> Mappings {
+        let mut mappings = Mappings::default();
+        for (address, size) in pieces {
+            mappings.insert(Mapping { address: *address, size: *size, handle: PhysicalHandle(*address) });
+        }
+        mappings
+    }
+
+    #[test]
+    fn only_whole_handles_lie_within() {
+        let mappings = mappings(&[(0, 20), (20, 2), (22, 20)]);
+        let within: Vec<_> = mappings.within(5, 30).map(|mapping| mapping.address).collect();
+        assert_eq!(within, [20]);
+        assert_eq!(mappings.bytes(), 42);
+    }
+
+    #[test]
+    fn gap_between_handles_is_neither_covered_nor_free() {
+        let mappings = mappings(&[(0, 20), (30, 10)]);
+        assert!(mappings.covers(5, 20) && mappings.covers(32, 40));
+        assert!(!mappings.covers(5, 35) && !mappings.covers(30, 41));
+        assert!(mappings.is_free(20, 30) && mappings.is_free(40, 90));
+        assert!(!mappings.is_free(10, 30) && !mappings.is_free(25, 35));
+    }
+
+    #[test]
+    fn touching_pieces_are_one_run() {
+        let mut runs = Runs::default();
+        for (address, size) in [(0, 2), (2, 4), (8, 2)] {
+            runs.push(address, size);
+        }
+        assert_eq!(runs.0, [(0, 6), (8, 2)]);
+    }
+}
