@@ -1,6 +1,68 @@
 """The compiled core of rallocator. Private: use the functions of `rallocator`."""
 
-from typing import final
+from collections.abc import Callable
+from typing import Any, final
+
+__version__: str
+
+def _install(config: str, *, simulated_bytes: int | None = None, simulated_devices: int = 1) -> bool:
+    """Make the process's allocator. Touches no driver.
+
+    Arguments:
+        config: the settings, in torch's grammar.
+        simulated_bytes: for tests: run on simulated devices with so much memory each. None: real GPUs.
+        simulated_devices: how many simulated devices there are.
+
+    Returns:
+        True if the allocator was made; False if there is one with these very settings.
+
+    Raises:
+        ConfigError: a setting is wrong, or there is an allocator with other settings.
+    """
+
+def _is_installed() -> bool:
+    """Whether this process has an allocator."""
+
+def _hook_addresses() -> dict[str, int]:
+    """The addresses of the hooks in this library, by the name of torch's setter for each."""
+
+def _malloc_address() -> int:
+    """The address of `rallocator_malloc` in this library."""
+
+def _probe_hooks(calls: Callable[[], object]) -> list[str]:
+    """Run something while the hooks, on this thread, only note what reaches them.
+
+    Arguments:
+        calls: what to run. Its exceptions pass through.
+
+    Returns:
+        The hooks reached, in order, each with its arguments, as text.
+    """
+
+def _quiet_counters() -> dict[str, int]:
+    """How often a hook quietly did nothing.
+
+    Returns:
+        Counts since the process began: "foreign_pointers" (frees and uses of memory that is not ours),
+        "repeated_frees", "leaked_frees" (the device is marked broken), "caught_panics", and "ignored_errors" of the
+        driver. All are 0 in a healthy process.
+    """
+
+def _stats(device: int) -> dict[str, int]:
+    """All statistics of a device, by torch's names, flat with dots; empty for an index that is no device."""
+
+def _reset_peak_stats(device: int) -> None:
+    """Set the peaks of a device to the present values."""
+
+def _empty_cache() -> None:
+    """Give cached memory back to the driver.
+
+    Raises:
+        RallocatorError: the driver refused.
+    """
+
+def _snapshot() -> dict[str, Any]:
+    """A picture of all memory, in the layout of `torch.cuda.memory._snapshot()`."""
 
 @final
 class ParsedConfig:

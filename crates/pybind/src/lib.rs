@@ -1,11 +1,34 @@
-//! The Python extension `rallocator._core`.
+//! The Python extension `rallocator._core`, and in the same file the C functions that torch loads.
+//!
+//! ```text
+//! torch ──► ffi ──► hooks ──► process ──► backend ──► alloc_core
+//!                    ▲
+//! Python ──► extension
+//! ```
+//!
+//! - `ffi` is the C boundary and holds all `unsafe` code; `hooks` is what its functions do, in safe code.
+//! - `process` owns the one allocator and knows whether the process may still use it; `backend` is that allocator.
+//! - `extension` is what Python sees.
 
+#![deny(unsafe_code)]
+
+mod backend;
 mod config;
+mod extension;
+mod failure;
+#[expect(unsafe_code, reason = "the C boundary: raw pointers come in, and exported names are unsafe attributes")]
+mod ffi;
+mod hooks;
+mod probe;
+mod process;
+mod snapshot;
 
 use pyo3::prelude::*;
 
-/// The compiled core of rallocator.
+/// The compiled core of rallocator. Everything in it is private to the package.
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    config::add_to(module)
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    config::add_to(module)?;
+    extension::add_to(module)
 }

@@ -1,0 +1,135 @@
+//! The allocator over whichever driver it was installed with.
+//!
+//! One enum instead of a trait object: the branch is predicted, and the core's hot path stays visible to the compiler.
+
+use alloc_core::allocator::{Allocator, FreeOutcome, RecordOutcome, StreamFilter};
+use alloc_core::config::Config;
+use alloc_core::driver::cuda::CudaDriver;
+use alloc_core::driver::sim::{SimDriver, SimOptions};
+use alloc_core::error::AllocError;
+use alloc_core::history::HistoryEvent;
+use alloc_core::id::{DeviceId, DevicePtr, PoolId, StreamHandle};
+use alloc_core::snapshot::SegmentPicture;
+
+use crate::process::Simulated;
+
+/// The allocator of this process.
+pub(crate) enum Backend {
+    /// On real GPUs.
+    Cuda(Allocator<CudaDriver>),
+    /// On simulated ones, which no kernel can use: for tests of what surrounds the allocator.
+    Simulated(Allocator<SimDriver>),
+}
+
+/// Calls a method of the allocator, whichever it is.
+macro_rules! on_allocator {
+    ($backend:expr, $allocator:ident => $call:expr) => {
+        match $backend {
+            Backend::Cuda($allocator) => $call,
+            Backend::Simulated($allocator) => $call,
+        }
+    };
+}
+
+impl Backend {
+    /// An allocator with this configuration. Calls no driver.
+    pub(crate) fn new(config: Config, simulated: Option<Simulated>) -> Self {
+        match simulated {
+            None => Self::Cuda(Allocator::new(CudaDriver::new(), config)),
+            Some(Simulated { capacity_bytes, devices }) => {
+                let options = SimOptions { capacity_bytes, devices, ..SimOptions::default() };
+                Self::Simulated(Allocator::new(SimDriver::new(options), config))
+            }
+        }
+    }
+
+    pub(crate) fn malloc(
+        &self,
+        size: u64,
+        device: DeviceId,
+        stream: StreamHandle,
+        pool: Option<PoolId>,
+    ) -> Result<Option<DevicePtr>, AllocError> {
+        on_allocator!(self, allocator => allocator.malloc(size, device, stream, pool))
+    }
+
+    pub(crate) fn route(&self, device: DeviceId, stream: StreamHandle) -> Option<PoolId> {
+        on_allocator!(self, allocator => allocator.route(device, stream))
+    }
+
+    pub(crate) fn free(&self, pointer: DevicePtr, hint: DeviceId) -> FreeOutcome {
+        on_allocator!(self, allocator => allocator.free(pointer, hint))
+    }
+
+    pub(crate) fn record_stream(&self, pointer: DevicePtr, stream: StreamHandle) -> RecordOutcome {
+        on_allocator!(self, allocator => allocator.record_stream(pointer, stream))
+    }
+
+    pub(crate) fn begin_pool(&self, device: DeviceId, pool: PoolId, filter: StreamFilter) -> Result<(), AllocError> {
+        on_allocator!(self, allocator => allocator.begin_pool(device, pool, filter))
+    }
+
+    pub(crate) fn end_pool(&self, device: DeviceId, pool: PoolId) {
+        on_allocator!(self, allocator => allocator.end_pool(device, pool));
+    }
+
+    pub(crate) fn release_pool(&self, device: DeviceId, pool: PoolId) {
+        on_allocator!(self, allocator => allocator.release_pool(device, pool));
+    }
+
+    pub(crate) fn empty_cache(&self) -> Result<(), AllocError> {
+        on_allocator!(self, allocator => allocator.empty_cache())
+    }
+
+    pub(crate) fn base_allocation(&self, pointer: DevicePtr) -> Option<(DevicePtr, u64)> {
+        on_allocator!(self, allocator => allocator.base_allocation(pointer))
+    }
+
+    pub(crate) fn set_memory_fraction(&self, device: DeviceId, fraction: f64) -> Result<(), AllocError> {
+        on_allocator!(self, allocator => allocator.set_memory_fraction(device, fraction))
+    }
+
+    pub(crate) fn memory_fraction(&self, device: DeviceId) -> f64 {
+        on_allocator!(self, allocator => allocator.memory_fraction(device))
+    }
+
+    pub(crate) fn retire_stream(&self, stream: StreamHandle) -> Result<(), AllocError> {
+        on_allocator!(self, allocator => allocator.retire_stream(stream))
+    }
+
+    pub(crate) fn pin(&self, pointer: DevicePtr) -> bool {
+        on_allocator!(self, allocator => allocator.pin(pointer))
+    }
+
+    pub(crate) fn unpin(&self, pointer: DevicePtr) -> bool {
+        on_allocator!(self, allocator => allocator.unpin(pointer))
+    }
+
+    pub(crate) fn stats(&self, device: DeviceId) -> Vec<(String, i64)> {
+        on_allocator!(self, allocator => allocator.stats_entries(device))
+    }
+
+    pub(crate) fn reset_peak_stats(&self, device: DeviceId) {
+        on_allocator!(self, allocator => allocator.reset_peak_stats(device));
+    }
+
+    pub(crate) fn reset_accumulated_stats(&self, device: DeviceId) {
+        on_allocator!(self, allocator => allocator.reset_accumulated_stats(device));
+    }
+
+    pub(crate) fn snapshot(&self) -> Vec<SegmentPicture> {
+        on_allocator!(self, allocator => allocator.snapshot())
+    }
+
+    /// The latest events of each device, by its index, up to the last device in use.
+    pub(crate) fn histories(&self) -> Vec<Vec<HistoryEvent>> {
+        on_allocator!(self, allocator => {
+            let devices = allocator.devices_in_use().last().map_or(0, |last| last.0 + 1);
+            (0..devices).map(|device| allocator.history(DeviceId(device))).collect()
+        })
+    }
+
+    pub(crate) fn config(&self) -> &Config {
+        on_allocator!(self, allocator => allocator.config())
+    }
+}

@@ -1,0 +1,212 @@
+//! The versioned table of functions for other programs than torch: `rallocator_api_v1()` in `include/rallocator.h`.
+//!
+//! Nothing in it raises: a call that can fail returns a [`Status`] and leaves its text for [`last_error`]. The one thing
+//! that may pass through is an exception out of the caller's own filter of streams, in `allocate`.
+//!
+//! Fields are only ever added at the end, and `size` tells how far the table reaches. A change of meaning would be a
+//! new function, `rallocator_api_v2()`.
+
+use std::cell::RefCell;
+use std::ffi::{CString, c_char, c_void};
+use std::sync::Arc;
+
+use alloc_core::id::{PoolId, StreamHandle};
+
+use super::{device_pointer, rallocator_base_allocation, raw_address, stream_handle};
+use crate::failure::Failure;
+use crate::hooks;
+
+/// How a call ended: `rallocator_status`.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Status {
+    /// Done.
+    Ok = 0,
+    /// The device has too little memory for it.
+    OutOfMemory = 1,
+    /// Any other failure.
+    Failed = 2,
+}
+
+/// Whether requests on `stream` go to the pool: `rallocator_stream_filter`.
+type FilterCallback = unsafe extern "C-unwind" fn(context: *mut c_void, stream: *mut c_void) -> bool;
+/// Called once, when the filter is no longer needed.
+type ReleaseCallback = unsafe extern "C" fn(context: *mut c_void);
+/// Called for each statistic: `rallocator_stat_visitor`.
+type StatCallback = unsafe extern "C" fn(context: *mut c_void, key: *const c_char, value: i64);
+
+/// `struct rallocator_api`, field by field; the header says what each does.
+#[repr(C)]
+pub(crate) struct ApiTable {
+    version: u32,
+    size: u32,
+    last_error: extern "C" fn() -> *const c_char,
+    allocate: unsafe extern "C-unwind" fn(usize, i32, *mut c_void, *mut *mut c_void) -> Status,
+    free: extern "C" fn(*mut c_void, i32),
+    record_stream: extern "C" fn(*mut c_void, *mut c_void),
+    empty_cache: extern "C" fn() -> Status,
+    base_allocation: unsafe extern "C" fn(*mut c_void, *mut usize) -> *mut c_void,
+    begin_pool:
+        unsafe extern "C" fn(i32, u64, u64, Option<FilterCallback>, *mut c_void, Option<ReleaseCallback>) -> Status,
+    end_pool: extern "C" fn(i32, u64, u64),
+    release_pool: extern "C" fn(i32, u64, u64),
+    retire_stream: extern "C" fn(*mut c_void),
+    pin: extern "C" fn(*mut c_void) -> bool,
+    unpin: extern "C" fn(*mut c_void) -> bool,
+    set_memory_fraction: extern "C" fn(i32, f64) -> Status,
+    memory_fraction: extern "C" fn(i32) -> f64,
+    visit_stats: unsafe extern "C" fn(i32, StatCallback, *mut c_void),
+    reset_peak_stats: extern "C" fn(i32),
+    reset_accumulated_stats: extern "C" fn(i32),
+}
+
+static TABLE: ApiTable = ApiTable {
+    version: 1,
+    size: size_of::<ApiTable>() as u32,
+    last_error,
+    allocate,
+    free,
+    record_stream: super::rallocator_record_stream,
+    empty_cache,
+    base_allocation: rallocator_base_allocation,
+    begin_pool,
+    end_pool: super::rallocator_end_pool,
+    release_pool: super::rallocator_release_pool,
+    retire_stream,
+    pin,
+    unpin,
+    set_memory_fraction,
+    memory_fraction,
+    visit_stats,
+    reset_peak_stats,
+    reset_accumulated_stats,
+};
+
+/// The table, which lives as long as the process.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn rallocator_api_v1() -> &'static ApiTable {
+    &TABLE
+}
+
+thread_local! {
+    /// The text of this thread's last failure.
+    static LAST_ERROR: RefCell<CString> = RefCell::new(CString::default());
+}
+
+extern "C" fn last_error() -> *const c_char {
+    // A thread that is ending has lost its text already.
+    LAST_ERROR.try_with(|text| text.borrow().as_ptr()).unwrap_or(c"".as_ptr())
+}
+
+unsafe extern "C-unwind" fn allocate(
+    size: usize,
+    device: i32,
+    stream: *mut c_void,
+    address: *mut *mut c_void,
+) -> Status {
+    let (status, memory) = match hooks::malloc(size, device, stream_handle(stream)) {
+        Ok(memory) => (Status::Ok, memory),
+        Err(failure) => (failed(&failure), None),
+    };
+    // SAFETY: the header asks for an address that may be written.
+    unsafe { address.write(raw_address(memory)) };
+    status
+}
+
+extern "C" fn free(address: *mut c_void, device: i32) {
+    hooks::free(device_pointer(address), device);
+}
+
+extern "C" fn empty_cache() -> Status {
+    status(hooks::empty_cache())
+}
+
+unsafe extern "C" fn begin_pool(
+    device: i32,
+    first: u64,
+    second: u64,
+    filter: Option<FilterCallback>,
+    context: *mut c_void,
+    release: Option<ReleaseCallback>,
+) -> Status {
+    let filter = CallbackFilter { filter, context, release };
+    status(hooks::begin_pool(device, PoolId(first, second), Arc::new(move |stream| filter.accepts(stream))))
+}
+
+extern "C" fn retire_stream(stream: *mut c_void) {
+    hooks::retire_stream(stream_handle(stream));
+}
+
+extern "C" fn pin(address: *mut c_void) -> bool {
+    device_pointer(address).is_some_and(hooks::pin)
+}
+
+extern "C" fn unpin(address: *mut c_void) -> bool {
+    device_pointer(address).is_some_and(hooks::unpin)
+}
+
+extern "C" fn set_memory_fraction(device: i32, fraction: f64) -> Status {
+    status(hooks::set_memory_fraction(device, fraction))
+}
+
+extern "C" fn memory_fraction(device: i32) -> f64 {
+    hooks::memory_fraction(device)
+}
+
+unsafe extern "C" fn visit_stats(device: i32, visit: StatCallback, context: *mut c_void) {
+    for (key, value) in hooks::stats(device) {
+        let Ok(key) = CString::new(key) else { continue };
+        // SAFETY: the header asks for a function that takes these, and for the context that it expects.
+        unsafe { visit(context, key.as_ptr(), value) };
+    }
+}
+
+extern "C" fn reset_peak_stats(device: i32) {
+    hooks::reset_peak_stats(device);
+}
+
+extern "C" fn reset_accumulated_stats(device: i32) {
+    hooks::reset_accumulated_stats(device);
+}
+
+fn status(result: Result<(), Failure>) -> Status {
+    result.map_or_else(|failure| failed(&failure), |()| Status::Ok)
+}
+
+/// Keeps the failure's text for [`last_error`].
+fn failed(failure: &Failure) -> Status {
+    let text = CString::new(failure.to_string().replace('\0', "")).unwrap_or_default();
+    // A thread that is ending has nowhere to keep it any more; the status still tells of the failure.
+    let _ = LAST_ERROR.try_with(|last| last.replace(text));
+    if failure.is_out_of_memory() { Status::OutOfMemory } else { Status::Failed }
+}
+
+/// A filter that the caller passed as a function and its context. Released once, on drop.
+struct CallbackFilter {
+    filter: Option<FilterCallback>,
+    context: *mut c_void,
+    release: Option<ReleaseCallback>,
+}
+
+// SAFETY: the header asks for functions that may be called from any thread.
+unsafe impl Send for CallbackFilter {}
+// SAFETY: as above, also from several at once.
+unsafe impl Sync for CallbackFilter {}
+
+impl CallbackFilter {
+    /// Asks the caller's function; without one every stream is accepted.
+    fn accepts(&self, stream: StreamHandle) -> bool {
+        let Some(filter) = self.filter else { return true };
+        // SAFETY: the header asks for a function that takes this context, which is not released before the drop.
+        unsafe { filter(self.context, stream.0 as *mut c_void) }
+    }
+}
+
+impl Drop for CallbackFilter {
+    fn drop(&mut self) {
+        if let Some(release) = self.release {
+            // SAFETY: the header asks for a function that takes this context; it is called only here.
+            unsafe { release(self.context) };
+        }
+    }
+}

@@ -1,0 +1,19 @@
+/* Three functions of CUDA's runtime, for a machine that has torch but no GPU. Preloaded, it shows torch two devices,
+ * and one of them as the current one: all that torch asks of CUDA before it calls an allocator's hooks. */
+
+static _Thread_local int current_device = 0;
+
+int cudaGetDeviceCount(int *count) {
+  *count = 2;
+  return 0; /* cudaSuccess */
+}
+
+int cudaGetDevice(int *device) {
+  *device = current_device;
+  return 0; /* cudaSuccess */
+}
+
+int cudaSetDevice(int device) {
+  current_device = device;
+  return 0; /* cudaSuccess */
+}
