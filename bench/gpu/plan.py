@@ -1,0 +1,103 @@
+"""Which processes a session consists of, in which order, each with its time limit."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SECTIONS = ("contract", "tests", "checksums", "workloads", "host_cost")
+
+NATIVE = "native"
+OURS = "rallocator-pluggable"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process of the session."""
+
+    section: str
+    name: str
+    command: tuple[str, ...]
+    limit_s: int
+    """The process is killed after so long."""
+    least_s: int
+    """Not worth starting with less time than this."""
+    round: int = 0
+    result: Path | None = None
+    """The file that the process writes its raw rows to."""
+
+
+def plan(options: argparse.Namespace, scratch: Path) -> list[Step]:
+    """List the steps of the chosen sections, in the order in which the sections were named."""
+    makers = {
+        "tests": _tests,
+        "contract": _contract,
+        "checksums": _checksums,
+        "workloads": _workloads,
+        "host_cost": _host_cost,
+    }
+    return [step for section in options.sections for step in makers[section](options, scratch)]
+
+
+def rawbench_folder(scratch: Path) -> Path:
+    """Where the extension that host_cost.py loads is built."""
+    return scratch / "rawbench"
+
+
+def _tests(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
+    """Tests that share the GPU run side by side; those that watch its free memory run alone afterwards."""
+    side_by_side = ("-n", str(options.workers)) if options.workers > 1 else ()
+    for name, selection in (
+        ("tests that share the GPU", ("-m", "not exclusive", *side_by_side)),
+        ("tests that need it alone", ("-m", "exclusive")),
+    ):
+        result = scratch / f"{name.replace(' ', '-')}.xml"
+        command = (
+            *(sys.executable, "-m", "pytest", "tests/gpu"),
+            *("-o", "addopts=", "-v", "-rfEs", "--tb=short", f"--junitxml={result}"),
+            *selection,
+            *options.pytest,
+        )
+        yield Step("tests", name, command, options.tests_limit_s, least_s=30, result=result)
+
+
+def _contract(options: argparse.Namespace, _scratch: Path) -> Iterator[Step]:
+    yield Step("contract", "contract", (str(options.contract), *options.contract_arg), limit_s=120, least_s=10)
+
+
+def _checksums(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
+    """Two runs of torch's allocator around one of ours: their spread says what a difference means."""
+    length = ("--steps", str(options.checksum_steps)) if options.checksum_steps else ()
+    for round_number, kind in ((1, NATIVE), (1, OURS), (2, NATIVE)):
+        arguments = (*options.workload, "--deterministic", *length)
+        yield _bench("checksums", "workloads.py", kind, round_number, scratch, arguments)
+
+
+def _workloads(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
+    for round_number, kind in _alternating(options):
+        yield _bench("workloads", "workloads.py", kind, round_number, scratch, tuple(options.workload))
+
+
+def _host_cost(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
+    arguments = ("--extension", str(rawbench_folder(scratch)))
+    for round_number, kind in _alternating(options):
+        yield _bench("host_cost", "host_cost.py", kind, round_number, scratch, arguments)
+
+
+def _alternating(options: argparse.Namespace) -> Iterator[tuple[int, str]]:
+    """Torch's allocator, ours, torch's, ours; then the further kinds, once each."""
+    for round_number in range(1, options.rounds + 1):
+        yield round_number, NATIVE
+        yield round_number, OURS
+    for kind in options.also:
+        yield 1, kind
+
+
+def _bench(section: str, script: str, kind: str, round_number: int, scratch: Path, arguments: tuple[str, ...]) -> Step:
+    result = scratch / f"{section}-{kind}-{round_number}.json"
+    command = (sys.executable, f"bench/gpu/{script}", kind, *arguments, "--json", str(result))
+    name = f"{section} {kind}, round {round_number}"
+    return Step(section, name, command, limit_s=150, least_s=30, round=round_number, result=result)
