@@ -1,0 +1,211 @@
+"""Tests of rallocator under a real torch on a real GPU: skipped, with a count and a reason, where there is none.
+
+torch takes its allocator once in a process, and what a test leaves behind stays in it. So every test here runs in a
+Python process of its own: the pytest that collects them starts one more pytest for each, by its node id, and that child
+runs the body. A child that dies of a signal, or whose exit is not clean, fails its test too. A test marked
+`drives_processes` runs where it is collected and starts what it needs through `run_python`.
+
+A test that takes the fixture `allocator` also proves, at its end, that all memory can be given back to the driver.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+CHILD = "RALLOCATOR_GPU_TEST_CHILD"
+IN_CHILD = CHILD in os.environ
+
+# Seconds after which a process is taken for hung. The slowest, the demo, may take two minutes.
+PROCESS_LIMIT_S = 150
+
+# Counts devices in a process of its own, since a process that has initialised CUDA must not fork.
+COUNT_GPUS = """
+import ctypes
+count = ctypes.c_int(0)
+try:
+    driver = ctypes.CDLL("libcuda.so.1")
+    ready = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+except OSError:
+    ready = False
+print(count.value if ready else 0)
+"""
+
+RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the markers of this folder."""
+    for marker in (
+        "drives_processes: runs in the collecting process and starts its own (tests/gpu)",
+        "exclusive: watches the GPU's free memory or its timing, so nothing else may run there (tests/gpu)",
+        "two_gpus: needs two GPUs (tests/gpu)",
+        "keeps_memory(reason): torch itself never gives all memory back after this test (tests/gpu)",
+    ):
+        config.addinivalue_line("markers", marker)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, and give every test the time that a process may take."""
+    if IN_CHILD:
+        return  # The parent has looked already, and a child that forks must not have touched the driver.
+    for item in items:
+        if HERE not in item.path.parents:
+            continue
+        reason = _reason_to_skip(2 if item.get_closest_marker("two_gpus") else 1)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+        if config.pluginmanager.hasplugin("timeout"):
+            item.add_marker(pytest.mark.timeout(2 * PROCESS_LIMIT_S))
+
+
+@cache
+def _reason_to_skip(gpus_needed: int) -> str | None:
+    gpus = _count_gpus()
+    if gpus < gpus_needed:
+        return f"needs {gpus_needed} NVIDIA GPU{'s' if gpus_needed > 1 else ''}, this machine has {gpus}"
+    for package in ("torch", "rallocator"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
+    return None
+
+
+@cache
+def _count_gpus() -> int:
+    answer = subprocess.run([sys.executable, "-c", COUNT_GPUS], capture_output=True, text=True, timeout=60, check=True)
+    return int(answer.stdout)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run the test in a process of its own, unless this is that process or the test starts its own."""
+    if IN_CHILD or pyfuncitem.get_closest_marker("drives_processes"):
+        return None
+    _run_in_child(pyfuncitem)
+    return True
+
+
+def _run_in_child(item: pytest.Function) -> None:
+    """Run one test by its node id, free of the outer run's options, warning filters and time limits."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "--tb=short", "--capture=no", "-p", "no:cacheprovider"]
+    command += ["-o", "addopts=", "-o", "filterwarnings=", item.nodeid]
+    if item.config.pluginmanager.hasplugin("timeout"):
+        command += ["-o", "timeout=0"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "RALLOCATOR_"))}
+    environment[CHILD] = "1"
+    result = _run(command, environment, item.config.rootpath)
+    skipped = re.search(r"^SKIPPED \[1\] \S+ (.*)$", result.stdout, re.MULTILINE)
+    if result.returncode == 0 and skipped:
+        pytest.skip(skipped[1])
+    if result.returncode != 0 or "1 passed" not in result.stdout:
+        pytest.fail(_describe(result), pytrace=False)
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            cwd=folder,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PROCESS_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as expired:
+        said = "\n".join(_as_text(output)[-4000:] for output in (expired.stdout, expired.stderr))
+        pytest.fail(f"no end after {PROCESS_LIMIT_S} s: {' '.join(command)}\n{said}", pytrace=False)
+
+
+def _as_text(output: str | bytes | None) -> str:
+    """What an expired process had said: subprocess gives bytes here even when asked for text."""
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+
+
+def _describe(result: subprocess.CompletedProcess[str]) -> str:
+    """How a process ended and the end of what it said."""
+    end = f"exit code {result.returncode}"
+    if result.returncode < 0:
+        end = f"killed by {signal.Signals(-result.returncode).name}"
+    return f"{end}\n---- stdout\n{result.stdout[-4000:]}\n---- stderr\n{result.stderr[-4000:]}"
+
+
+@pytest.fixture
+def run_python(tmp_path: Path) -> RunPython:
+    """Return a function that runs a program in a fresh Python and returns the CompletedProcess, its output as text.
+
+    Arguments: the program's text (indented as its caller is), or the interpreter's `options` instead of one; variables
+    to add to its `environment`; the exit code it must have (`code`, default 0; None for any).
+    """
+
+    def run(
+        program: str | None = None,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        code: int | None = 0,
+    ) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *options]
+        if program is not None:
+            file = tmp_path / "program.py"
+            file.write_text(textwrap.dedent(program), encoding="utf-8")
+            command.append(str(file))
+        result = _run(command, {**os.environ, **(environment or {})}, tmp_path)
+        print(_describe(result))  # pytest shows it where the test fails.
+        if code is not None and result.returncode != code:
+            pytest.fail(_describe(result), pytrace=False)
+        return result
+
+    return run
+
+
+@pytest.fixture
+def torch() -> Any:
+    """Return torch in the child. The collecting process, which must stay cheap, gets None."""
+    return importlib.import_module("torch") if IN_CHILD else None
+
+
+@pytest.fixture(params=["native", "expandable"])
+def policy(request: pytest.FixtureRequest) -> str:
+    """Run the test under each policy of the allocator."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def allocator(policy: str, torch: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Yield rallocator, attached to torch in the child with the test's policy; then prove that nothing leaks."""
+    if not IN_CHILD:
+        yield None
+        return
+    rallocator = importlib.import_module("rallocator")
+    rallocator.enable(rallocator.Config.parse(f"policy:{policy}"), attach="pluggable")
+    yield rallocator
+    if request.node.get_closest_marker("keeps_memory"):
+        return
+    gc.collect()
+    devices = range(2 if request.node.get_closest_marker("two_gpus") else 1)
+    for device in devices:
+        torch.cuda.synchronize(device)
+    rallocator.empty_cache()
+    for device in devices:
+        statistics = rallocator.stats(device)
+        left = {
+            name: statistics[f"{name}.all.current"] for name in ("allocated_bytes", "active_bytes", "reserved_bytes")
+        }
+        assert not any(left.values()), f"device {device} still holds {left}"
