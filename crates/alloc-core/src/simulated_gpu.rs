@@ -32,6 +32,8 @@ use crate::error::AllocError;
 use crate::id::{DeviceId, DevicePtr, PoolId, Stream, StreamHandle};
 
 #[cfg(test)]
+mod programs;
+#[cfg(test)]
 mod tests;
 
 /// What a call of the program failed with, or brought to light.
