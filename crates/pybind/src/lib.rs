@@ -19,8 +19,10 @@ mod failure;
 #[expect(unsafe_code, reason = "the C boundary: raw pointers come in, and exported names are unsafe attributes")]
 mod ffi;
 mod hooks;
+mod pickle;
 mod probe;
 mod process;
+mod replay;
 mod snapshot;
 
 use pyo3::prelude::*;
@@ -30,5 +32,6 @@ use pyo3::prelude::*;
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     config::add_to(module)?;
-    extension::add_to(module)
+    extension::add_to(module)?;
+    replay::add_to(module)
 }

@@ -1,0 +1,232 @@
+"""Turns a recorded history into the steps of a replay.
+
+Only events of blocks count. What torch's allocator did to serve them (`segment_*`) is what a replay is to find out anew,
+so those events could as well be absent. Addresses are names: a free is of the block whose address it bears, and nothing
+else is read out of them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rallocator._replay.pools import infer_pools
+from rallocator._replay.snapshot import DEFAULT_POOL, PoolPair, Segment, Snapshot, Trace
+from rallocator._replay.steps import Kind, Steps
+from rallocator.errors import SnapshotError
+
+EVENT_SPACING_US = 10
+"""Time between two events of a file without times (before torch 2.2): what a small operation takes to be queued."""
+
+MAX_STREAMS = 4096
+"""Streams of one device. Torch hands out 32 of each priority, so a file with more than this many is damaged."""
+
+BLOCK_ACTIONS = frozenset({"alloc", "free_requested", "free_completed", "free", "oom"})
+"""Events of blocks. `free` is what torch's viewer makes of a pair; `oom` is an allocation that failed."""
+
+STATE_ONLY = "a state without a history: it was recorded without events of allocations and frees"
+NO_FREES = "recorded without events of frees, so that nothing tells when a block ended"
+NO_ALLOCATIONS = "recorded without events of allocations, so that nothing tells when a block began"
+
+
+class Streams(enum.Enum):
+    """What becomes of the recorded streams."""
+
+    KEEP = "keep"
+    """Each stays what it was."""
+    MERGE = "merge"
+    """All become one, as if the program had used a single stream: no free waits for another one any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """One device's history, ready to be replayed, or the reason why it cannot be."""
+
+    device: int
+    reason: str | None
+    """Why it cannot be replayed; None when it can."""
+    events: int
+    """Recorded events of blocks."""
+    steps: Steps
+    recorded_peak_reserved: int | None
+    """Bytes that torch's allocator had reserved at most, as far as the file shows; None if it shows no segment."""
+
+
+def histories(snapshot: Snapshot, streams: Streams = Streams.KEEP) -> list[History]:
+    """Return the history of every device that a snapshot tells of; one that cannot be replayed if it tells of none."""
+    recorded = any(_is_recording(trace, snapshot.segments, device) for device, trace in snapshot.traces.items())
+    return [_history(snapshot, device, streams, recorded=recorded) for device in snapshot.devices() or [0]]
+
+
+def _is_recording(trace: Trace, segments: Iterable[Segment], device: int) -> bool:
+    """Tell a history from a state: recording with `enabled="state"` keeps the latest event and nothing before it."""
+    events = [index for index, action in enumerate(trace.actions) if action in BLOCK_ACTIONS]
+    if len(events) != 1:
+        return len(events) > 1
+    # A single allocation that explains all there is in the end is a short history, and its replay is exact.
+    active = [block.address for segment in segments if segment.device == device for block in segment.active]
+    return trace.actions[events[0]] == "alloc" and active in ([], [trace.addresses[events[0]]])
+
+
+def _history(snapshot: Snapshot, device: int, streams: Streams, *, recorded: bool) -> History:
+    segments = [segment for segment in snapshot.segments if segment.device == device]
+    trace = snapshot.traces.get(device, Trace())
+    peak = recorded_peak_reserved(segments, trace)
+    walk = _Walk(segments, trace, streams)
+    if not recorded or not walk.events:
+        return History(device, STATE_ONLY, walk.events, Steps(), peak)
+    steps = walk.run()
+    reason = walk.missing_kinds()
+    return History(device, reason, walk.events, Steps() if reason else steps, peak)
+
+
+def recorded_peak_reserved(segments: Sequence[Segment], trace: Trace) -> int | None:
+    """Walk back from the final segments and return the most bytes that were reserved at any moment of the recording.
+
+    Without events of segments this is what was reserved in the end. None if the file shows no segment at all.
+    """
+    changes = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+    reserved = peak = sum(segment.size for segment in segments)
+    shown = bool(segments)
+    for action, size in zip(reversed(trace.actions), reversed(trace.sizes), strict=True):
+        if action in changes:
+            shown = True
+            reserved -= changes[action] * size
+            peak = max(peak, reserved)
+    return peak if shown else None
+
+
+class _Walk:
+    """One walk through a device's events of blocks, forwards."""
+
+    def __init__(self, segments: Sequence[Segment], trace: Trace, streams: Streams) -> None:
+        chosen = [index for index, action in enumerate(trace.actions) if action in BLOCK_ACTIONS]
+        self.events = len(chosen)
+        self._segments = segments
+        self._merged = streams is Streams.MERGE
+        self._actions = [trace.actions[index] for index in chosen]
+        self._addresses = [trace.addresses[index] for index in chosen]
+        self._sizes = [trace.sizes[index] for index in chosen]
+        self._raw_streams = [trace.streams[index] for index in chosen]
+        self._times_us = _times_us(None if trace.times_us is None else [trace.times_us[index] for index in chosen], chosen)
+        pools = [trace.pools[index] for index in chosen]
+        self._pools = infer_pools(segments, self._actions, self._addresses, self._raw_streams, pools)
+
+        self._stream_numbers: dict[int, int] = {0: 0}
+        self._pool_numbers: dict[PoolPair, int] = {DEFAULT_POOL: 0}
+        self._allocations = 0
+        self._steps = Steps()
+        self._older = Steps()
+        """Blocks that were there before the first event, and were freed in the recording."""
+        self._live: dict[int, int] = {}
+        """Allocations by address."""
+        self._waiting: set[int] = set()
+        """Addresses whose free was requested and has not completed."""
+        self._freed_older: set[int] = set()
+        self._frees_without_block = 0
+        self._replaced = 0
+
+    def run(self) -> Steps:
+        """Return the steps of the whole recording. Blocks that are older than it come first, in a fixed order: those
+        that outlived it as the final segments list them, then the others as they were freed."""
+        completions_recorded = "free_completed" in self._actions
+        for index, (action, address) in enumerate(zip(self._actions, self._addresses, strict=True)):
+            if action == "alloc":
+                self._allocate(index, address)
+            elif action == "oom":
+                self._steps.add(Kind.TRY, 0, *self._request(index))
+            elif action == "free_completed" and address in self._waiting:
+                self._waiting.discard(address)
+            else:
+                # The completion follows at once unless the block waited for another stream.
+                waits = action == "free_requested" and completions_recorded
+                self._free(index, address, elsewhere=waits and not self._completes_next(index, address))
+                if waits:
+                    self._waiting.add(address)
+        return self._outlived().followed_by(self._older).followed_by(self._steps)
+
+    def missing_kinds(self) -> str | None:
+        """Return why the events are no history, if whole kinds of them were left out (`skip_actions`, torch 2.11)."""
+        kinds = set(self._actions)
+        if kinds.isdisjoint({"free_requested", "free_completed", "free"}):
+            final = {block.address for segment in self._segments for block in segment.active}
+            if self._replaced or (self._segments and not final.issuperset(self._live)):
+                return NO_FREES
+        if "alloc" not in kinds and self._frees_without_block:
+            return NO_ALLOCATIONS
+        return None
+
+    def _allocate(self, index: int, address: int) -> None:
+        if address in self._live:
+            # Its free is not in the recording, but nothing else can have happened to it.
+            self._replaced += 1
+            self._free(index, address, elsewhere=False)
+        self._waiting.discard(address)
+        self._freed_older.discard(address)
+        self._live[address] = self._number()
+        self._steps.add(Kind.ALLOCATE, self._live[address], *self._request(index))
+
+    def _free(self, index: int, address: int, *, elsewhere: bool) -> None:
+        allocation = self._live.pop(address, None)
+        if allocation is None:
+            if address in self._freed_older:
+                self._frees_without_block += 1
+                return
+            allocation = self._number()
+            self._freed_older.add(address)
+            size, stream, pool, _ = self._request(index)
+            self._older.add(Kind.ALLOCATE, allocation, size, stream, pool, 0)
+        kind = Kind.FREE_USED_ELSEWHERE if elsewhere and not self._merged else Kind.FREE
+        self._steps.add(kind, allocation, 0, 0, 0, self._times_us[index])
+
+    def _completes_next(self, index: int, address: int) -> bool:
+        following = index + 1
+        return (
+            following < self.events
+            and self._actions[following] == "free_completed"
+            and self._addresses[following] == address
+        )
+
+    def _outlived(self) -> Steps:
+        """Return the allocations of blocks that are in the final segments and in no event."""
+        outlived = Steps()
+        for segment in self._segments:
+            for block in segment.active:
+                if block.address not in self._live and block.address not in self._waiting:
+                    stream, pool = self._stream(segment.stream), self._pool(segment.pool)
+                    outlived.add(Kind.ALLOCATE, self._number(), block.size, stream, pool, 0)
+        return outlived
+
+    def _request(self, index: int) -> tuple[int, int, int, int]:
+        """Return size, stream, pool and time of an event, as a step has them."""
+        stream, pool = self._stream(self._raw_streams[index]), self._pool(self._pools[index])
+        return self._sizes[index], stream, pool, self._times_us[index]
+
+    def _number(self) -> int:
+        self._allocations += 1
+        return self._allocations - 1
+
+    def _stream(self, raw: int) -> int:
+        if self._merged:
+            return 0
+        number = self._stream_numbers.setdefault(raw, len(self._stream_numbers))
+        if number > MAX_STREAMS:
+            raise SnapshotError(f"more than {MAX_STREAMS} streams on one device")
+        return number
+
+    def _pool(self, pair: PoolPair) -> int:
+        return self._pool_numbers.setdefault(pair, len(self._pool_numbers))
+
+
+def _times_us(recorded: Sequence[int] | None, chosen: Sequence[int]) -> list[int]:
+    """Return times since the first event, never falling."""
+    if recorded is None:
+        return [number * EVENT_SPACING_US for number in range(len(chosen))]
+    times: list[int] = []
+    latest = recorded[0] if recorded else 0
+    begin = latest
+    for time_us in recorded:
+        latest = max(latest, time_us)
+        times.append(latest - begin)
+    return times
