@@ -27,6 +27,8 @@ mod plan;
 mod pool;
 mod pool_set;
 mod release;
+#[cfg(feature = "sim")]
+pub mod replay;
 mod settle;
 #[cfg(feature = "sim")]
 pub mod simulated_gpu;
