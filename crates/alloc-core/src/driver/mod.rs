@@ -197,7 +197,7 @@ macro_rules! statuses {
 }
 
 statuses! {
-    /// An argument was refused: unmapped address, unaligned size, double map.
+    /// An argument was refused: unmapped address, unaligned size, double map, host wait for a captured event.
     InvalidValue = 1 "CUDA_ERROR_INVALID_VALUE",
     /// The device has no memory left for this.
     OutOfMemory = 2 "CUDA_ERROR_OUT_OF_MEMORY",
@@ -221,7 +221,7 @@ statuses! {
     ContextIsDestroyed = 709 "CUDA_ERROR_CONTEXT_IS_DESTROYED",
     /// The process or container may not do this.
     NotPermitted = 800 "CUDA_ERROR_NOT_PERMITTED",
-    /// The device or driver cannot do this.
+    /// The device or driver cannot do this; part of a handle was to be mapped.
     NotSupported = 801 "CUDA_ERROR_NOT_SUPPORTED",
     /// Not while this capture is under way; the capture is spoiled.
     CaptureUnsupported = 900 "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
@@ -229,7 +229,7 @@ statuses! {
     CaptureInvalidated = 901 "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
     /// The call would make captured work depend on work outside the capture.
     CaptureIsolation = 905 "CUDA_ERROR_STREAM_CAPTURE_ISOLATION",
-    /// The event was last recorded inside a capture.
+    /// The event was last recorded inside a capture, and is asked about.
     CapturedEvent = 907 "CUDA_ERROR_CAPTURED_EVENT",
     /// The driver failed in a way it does not explain.
     Unknown = 999 "CUDA_ERROR_UNKNOWN",
@@ -311,7 +311,8 @@ pub trait Driver: Send + Sync + 'static {
 
     /// Maps a whole handle of `size` bytes at `address`, inside a reserved range, where nothing is mapped.
     ///
-    /// The memory may not be touched before [`set_access`](Self::set_access). A handle may be mapped at two addresses.
+    /// Part of a handle is refused with [`Status::NotSupported`], any other misuse with [`Status::InvalidValue`]. The
+    /// memory may not be touched before [`set_access`](Self::set_access). A handle may be mapped at two addresses.
     fn map(&self, device: DeviceId, address: DevicePtr, size: u64, handle: PhysicalHandle) -> Result<()>;
 
     /// Lets `devices` read and write `size` mapped bytes at `address`, which may span several handles.
@@ -319,6 +320,9 @@ pub trait Driver: Send + Sync + 'static {
 
     /// Removes the mappings in `size` bytes at `address`: whole handles only. **Does not wait for queued work**: work
     /// that still touches these addresses faults, so the caller has to know that all of it has ended.
+    ///
+    /// Reserved addresses at which nothing is mapped are left alone, which is no error: success does not prove that
+    /// something was mapped there.
     fn unmap(&self, device: DeviceId, address: DevicePtr, size: u64) -> Result<()>;
 
     /// A new event in `device`'s context, without timing.
@@ -330,8 +334,8 @@ pub trait Driver: Send + Sync + 'static {
     /// Marks the present end of `stream`'s queue. A second record moves the mark.
     ///
     /// The event must be of the stream's device, else [`Status::InvalidHandle`], as for a dead stream. On a stream that
-    /// is capturing, the record is captured and the event can be neither queried nor waited for
-    /// ([`Status::CapturedEvent`]).
+    /// is capturing, the record is captured and the event can be neither queried ([`Status::CapturedEvent`]) nor waited
+    /// for on the host ([`Status::InvalidValue`]).
     fn record_event(&self, event: Event, stream: Stream) -> Result<()>;
 
     /// Whether all work before the event's mark has ended. An event never recorded is done.

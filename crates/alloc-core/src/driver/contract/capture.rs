@@ -232,7 +232,7 @@ fn a_record_on_the_capturing_stream_is_captured(rig: &dyn Rig) -> Verdict {
     driver.record_event(event, stream)?;
     expect_status(rig, stream, CaptureStatus::Active)?;
     refused("query_event", driver.query_event(DEVICE, event), Status::CapturedEvent)?;
-    refused("synchronize_event", driver.synchronize_event(DEVICE, event), Status::CapturedEvent)?;
+    refused("synchronize_event", driver.synchronize_event(DEVICE, event), Status::InvalidValue)?;
     rig.end_capture(stream);
     rig.destroy_stream(stream);
     driver.destroy_event(DEVICE, event)?;

@@ -1,4 +1,4 @@
-//! What mapping refuses, and that a refused call has changed nothing.
+//! What mapping refuses, and that a refused call, or one without anything to do, has changed nothing.
 
 use super::mapping::{Mapped, expect_words, fill};
 use super::{Clause, DEVICE, MIB, Rig, Verdict, expect_free, free_bytes, granularity, refused};
@@ -14,7 +14,7 @@ pub(super) const CLAUSES: &[Clause] = clauses![
     access_to_unmapped_addresses_is_refused,
     access_for_a_device_that_does_not_exist_is_refused,
     part_of_a_handle_is_not_unmapped,
-    unmapped_addresses_are_not_unmapped,
+    unmapping_reserved_addresses_without_mappings_does_nothing,
     creating_more_than_there_is_is_out_of_memory_and_takes_nothing,
     a_range_with_mappings_is_not_given_back,
     only_a_whole_range_is_given_back,
@@ -61,7 +61,7 @@ fn a_handle_is_mapped_only_whole(rig: &dyn Rig) -> Verdict {
     let granule = granularity(rig)?;
     let base = driver.reserve_range(DEVICE, 2 * granule)?;
     let handle = driver.create_handle(DEVICE, 2 * granule)?;
-    refused("half of it", driver.map(DEVICE, base, granule, handle), Status::InvalidValue)?;
+    refused("half of it", driver.map(DEVICE, base, granule, handle), Status::NotSupported)?;
     driver.release_handle(DEVICE, handle)?;
     driver.free_range(DEVICE, base, 2 * granule)?;
     Ok(())
@@ -114,12 +114,22 @@ fn part_of_a_handle_is_not_unmapped(rig: &dyn Rig) -> Verdict {
     Ok(())
 }
 
-fn unmapped_addresses_are_not_unmapped(rig: &dyn Rig) -> Verdict {
+/// The driver's answer to an unmap is therefore no proof that something was mapped.
+fn unmapping_reserved_addresses_without_mappings_does_nothing(rig: &dyn Rig) -> Verdict {
     let driver = rig.driver();
     let granule = granularity(rig)?;
-    let base = driver.reserve_range(DEVICE, granule)?;
-    refused("nothing was mapped", driver.unmap(DEVICE, base, granule), Status::InvalidValue)?;
-    driver.free_range(DEVICE, base, granule)?;
+    let base = driver.reserve_range(DEVICE, 2 * granule)?;
+    let handle = driver.create_handle(DEVICE, granule)?;
+    driver.unmap(DEVICE, base, granule)?;
+    driver.map(DEVICE, base, granule, handle)?;
+    driver.set_access(DEVICE, base, granule, &[DEVICE])?;
+    fill(rig, DEVICE, base, granule, 26)?;
+    driver.unmap(DEVICE, base.offset(granule), granule)?;
+    expect_words(rig, base, granule, 26)?;
+    driver.unmap(DEVICE, base, granule)?;
+    driver.unmap(DEVICE, base, granule)?;
+    driver.release_handle(DEVICE, handle)?;
+    driver.free_range(DEVICE, base, 2 * granule)?;
     Ok(())
 }
 

@@ -47,12 +47,12 @@ fn require_device(simulation: &Simulation, device: DeviceId) -> std::result::Res
     if device.index() < simulation.contexts.len() { Ok(()) } else { Err(Status::InvalidDevice) }
 }
 
-/// A captured event was touched: the capture it belongs to is spoiled.
-fn refuse_captured(captures: &mut Captures, recorded: &Recorded) -> std::result::Result<(), Status> {
+/// A captured event was touched: the call fails with `status`, and the capture the event belongs to is spoiled.
+fn refuse_captured(captures: &mut Captures, recorded: &Recorded, status: Status) -> std::result::Result<(), Status> {
     match recorded {
         Recorded::Captured(capture) => {
             captures.spoil(*capture);
-            Err(Status::CapturedEvent)
+            Err(status)
         }
         Recorded::Never | Recorded::Mark(_) => Ok(()),
     }
@@ -163,8 +163,7 @@ impl Driver for SimDriver {
 
     fn unmap(&self, device: DeviceId, address: DevicePtr, size: u64) -> Result<()> {
         self.call_on(Call::Unmap, device, |simulation| {
-            let handles = simulation.memory.require_whole_mappings(address.0, size)?;
-            simulation.memory.unmap(address.0, size)?;
+            let handles = simulation.memory.unmap(address.0, size)?;
             simulation.on_unmap(address.0, size);
             simulation.forget_gone();
             simulation.ledger.on_bytes(Call::Unmap, size, handles);
@@ -198,7 +197,7 @@ impl Driver for SimDriver {
         self.call_on(Call::QueryEvent, device, |simulation| {
             simulation.refuse_unsafe()?;
             let recorded = simulation.events.of_device(device, event)?;
-            refuse_captured(&mut simulation.captures, recorded)?;
+            refuse_captured(&mut simulation.captures, recorded, Status::CapturedEvent)?;
             match recorded {
                 Recorded::Mark(mark) if !simulation.timeline.is_reached(mark) => Ok(Completion::Pending),
                 Recorded::Mark(mark) => {
@@ -214,7 +213,7 @@ impl Driver for SimDriver {
         self.call_on(Call::SynchronizeEvent, device, |simulation| {
             simulation.refuse_unsafe()?;
             let recorded = simulation.events.of_device(device, event)?;
-            refuse_captured(&mut simulation.captures, recorded)?;
+            refuse_captured(&mut simulation.captures, recorded, Status::InvalidValue)?;
             if let Recorded::Mark(mark) = recorded.clone() {
                 if !simulation.timeline.is_reached(&mark) {
                     simulation.host_wait(mark.ends_at_ns);
@@ -234,7 +233,7 @@ impl Driver for SimDriver {
                 simulation.captures.spoil(capture);
                 return Err(Status::CaptureIsolation);
             }
-            refuse_captured(&mut simulation.captures, &recorded)?;
+            refuse_captured(&mut simulation.captures, &recorded, Status::CapturedEvent)?;
             if let Recorded::Mark(mark) = recorded {
                 simulation.timeline.wait(index, &mark);
             }

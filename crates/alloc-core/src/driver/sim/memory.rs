@@ -230,15 +230,14 @@ impl Memory {
     pub(super) fn map(&mut self, device: DeviceId, address: u64, size: u64, handle: PhysicalHandle) -> Result<()> {
         self.require_virtual_memory()?;
         self.require_aligned(size)?;
-        if !address.is_multiple_of(self.granularity) || self.live_handle(device, handle)?.size != size {
+        let handle_size = self.live_handle(device, handle)?.size;
+        if !address.is_multiple_of(self.granularity) || size > handle_size {
             return Err(Status::InvalidValue);
         }
-        let end = address.checked_add(size).ok_or(Status::InvalidValue)?;
-        let in_one_range = match self.ranges.range(..=address).next_back() {
-            Some((&base, &(range_size, _))) => end <= base + range_size,
-            None => false,
-        };
-        if !in_one_range || self.is_any_mapped(address, size) {
+        if size < handle_size {
+            return Err(Status::NotSupported);
+        }
+        if !self.is_in_one_range(address, size) || self.is_any_mapped(address, size) {
             return Err(Status::InvalidValue);
         }
         if let Some(known) = self.handles.get_mut(&handle.0) {
@@ -273,7 +272,7 @@ impl Memory {
     }
 
     /// Whether the mappings from `address` fill exactly `size` bytes; returns how many they are.
-    pub(super) fn require_whole_mappings(&self, address: u64, size: u64) -> Result<u64> {
+    fn require_whole_mappings(&self, address: u64, size: u64) -> Result<u64> {
         let end = address.checked_add(size).ok_or(Status::InvalidValue)?;
         let mut covered_to = address;
         let mut count = 0;
@@ -287,10 +286,18 @@ impl Memory {
         if size > 0 && covered_to == end { Ok(count) } else { Err(Status::InvalidValue) }
     }
 
-    /// Removes the mappings that fill `size` bytes at `address`.
-    pub(super) fn unmap(&mut self, address: u64, size: u64) -> Result<()> {
+    /// Removes the mappings that fill `size` bytes at `address`; returns how many they are. Where nothing at all is
+    /// mapped in these reserved addresses there is nothing to do, and that is no error.
+    pub(super) fn unmap(&mut self, address: u64, size: u64) -> Result<u64> {
         self.require_virtual_memory()?;
-        self.require_whole_mappings(address, size)?;
+        self.require_aligned(size)?;
+        if address.is_multiple_of(self.granularity)
+            && self.is_in_one_range(address, size)
+            && !self.is_any_mapped(address, size)
+        {
+            return Ok(0);
+        }
+        let count = self.require_whole_mappings(address, size)?;
         while let Some((&start, _)) = self.mappings.range(address..address + size).next() {
             let Some(mapping) = self.mappings.remove(&start) else { break };
             if let Some(handle) = self.handles.get_mut(&mapping.handle) {
@@ -299,7 +306,7 @@ impl Memory {
             }
             self.drop_if_unreachable(mapping.handle);
         }
-        Ok(())
+        Ok(count)
     }
 
     /// The physical memory behind `size` bytes at `address`, without the parts that are backed by nothing.
@@ -352,6 +359,12 @@ impl Memory {
     /// Whether `device` can reach memory of `owner` at all.
     pub(super) fn is_reachable(&self, device: DeviceId, owner: DeviceId) -> bool {
         device == owner || self.peers
+    }
+
+    /// Whether all of `size` bytes at `address` are part of one reserved range.
+    fn is_in_one_range(&self, address: u64, size: u64) -> bool {
+        let Some((&base, &(range_size, _))) = self.ranges.range(..=address).next_back() else { return false };
+        address.checked_add(size).is_some_and(|end| end <= base + range_size)
     }
 
     fn is_any_mapped(&self, address: u64, size: u64) -> bool {

@@ -40,7 +40,7 @@ fn a_handle_is_mapped_whole_inside_one_range_where_nothing_is() {
     let two_pages = driver.create_handle(DEVICE, 2 * PAGE).unwrap();
     let attempts = [
         driver.map(DEVICE, range, PAGE, handle),
-        driver.map(DEVICE, range.offset(PAGE), PAGE, two_pages),
+        driver.map(DEVICE, range.offset(PAGE), 2 * PAGE, handle),
         driver.map(DEVICE, range.offset(3 * PAGE), 2 * PAGE, two_pages),
         driver.map(DEVICE, range.offset(PAGE + 512), 2 * PAGE, two_pages),
         driver.map(DEVICE, DevicePtr(0x5000), 2 * PAGE, two_pages),
@@ -48,6 +48,7 @@ fn a_handle_is_mapped_whole_inside_one_range_where_nothing_is() {
     for attempt in attempts {
         assert_eq!(status(attempt), Status::InvalidValue);
     }
+    assert_eq!(status(driver.map(DEVICE, range.offset(PAGE), PAGE, two_pages)), Status::NotSupported, "half of it");
     driver.map(DEVICE, range.offset(PAGE), PAGE, handle).unwrap();
     assert_eq!(driver.mapped_bytes(DEVICE).current, 2 * PAGE, "one handle at two addresses");
     assert_eq!(driver.physical_bytes(DEVICE).current, 3 * PAGE);
@@ -63,6 +64,18 @@ fn part_of_a_handle_can_be_neither_unmapped_nor_given_access() {
     assert_eq!(status(driver.unmap(DEVICE, range, 3 * PAGE)), Status::InvalidValue);
     assert_eq!(status(driver.set_access(DEVICE, range, PAGE, &[DEVICE])), Status::InvalidValue);
     driver.unmap(DEVICE, range, 2 * PAGE).unwrap();
+}
+
+#[test]
+fn an_unmap_of_reserved_addresses_alone_does_nothing_and_elsewhere_is_refused() {
+    let driver = driver();
+    let (range, _) = mapped_page(&driver);
+    driver.unmap(DEVICE, range.offset(PAGE), 3 * PAGE).unwrap();
+    assert_eq!(driver.mapped_bytes(DEVICE).current, PAGE);
+    assert_eq!(status(driver.unmap(DEVICE, range.offset(PAGE), 4 * PAGE)), Status::InvalidValue, "beyond the range");
+    assert_eq!(status(driver.unmap(DEVICE, DevicePtr(PAGE), PAGE)), Status::InvalidValue, "in no range");
+    driver.unmap(DEVICE, range, PAGE).unwrap();
+    driver.unmap(DEVICE, range, PAGE).unwrap();
 }
 
 #[test]
