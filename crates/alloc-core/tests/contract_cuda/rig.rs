@@ -1,6 +1,7 @@
 //! The program beside the real driver: its own streams, kernels and captures, made with plain driver calls.
 //!
-//! It makes no call before a clause asks for something, so that clauses see a device nobody has used yet.
+//! It makes no call before a clause asks for something, so that clauses see a device nobody has used yet; its first one
+//! has the driver initialised.
 
 use std::ffi::{CString, c_void};
 use std::ptr;
@@ -47,7 +48,7 @@ fn raw_stream(stream: Stream) -> CUstream {
 
 fn current_context() -> CUcontext {
     let mut context = ptr::null_mut();
-    // SAFETY: `context` is a local that outlives the call; the driver is initialised before a rig is made.
+    // SAFETY: `context` is a local that outlives the call. The driver is initialised: see `CudaRig::program`.
     must(unsafe { sys::cuCtxGetCurrent(&raw mut context) });
     context
 }
@@ -62,14 +63,18 @@ impl CudaRig {
         Self { driver: CudaDriver::new(), programs: [const { OnceLock::new() }; DEVICES] }
     }
 
+    /// The program on `device`. In a child that begins with a later clause, the driver may not have been initialised yet.
     fn program(&self, device: DeviceId) -> &Program {
-        self.programs[device.index()].get_or_init(|| Program::load(device))
+        self.programs[device.index()].get_or_init(|| {
+            self.driver.device_count().expect("the parent process found devices");
+            Program::load(device)
+        })
     }
 
     /// Runs `body` with the device's context current, and puts back the former one.
     fn on<T>(&self, device: DeviceId, body: impl FnOnce(&Program) -> T) -> T {
-        let former = current_context();
         let program = self.program(device);
+        let former = current_context();
         set_context(raw(program.context));
         let outcome = body(program);
         set_context(former);
