@@ -114,6 +114,8 @@ fn close_one<D: Driver>(driver: &D, closing: &Closing, spare: &mut Option<Event>
 }
 
 /// A stream that was destroyed can record nothing, but its work goes on: only the whole device can answer for it.
+///
+/// A real driver may crash instead of noticing it, so this is no way to treat streams that are known to be gone.
 fn synchronize_for_dead_stream<D: Driver>(
     driver: &D,
     closing: &Closing,

@@ -247,7 +247,8 @@ impl SimulatedGpu {
         Ok(self.driver().destroy_graph(graph)?)
     }
 
-    /// Destroys a stream, without a word to the allocator, as programs do. Its handle may come back for another one.
+    /// Destroys a stream, without a word to the allocator. Its handle may come back for another one, so a correct program
+    /// has called [`retire_stream`](Allocator::retire_stream) before; after that the allocator never names the stream.
     pub fn destroy_stream(&self, stream: StreamHandle) -> Result<()> {
         Ok(self.driver().destroy_stream(stream)?)
     }

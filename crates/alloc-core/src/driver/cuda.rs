@@ -5,6 +5,11 @@
 //! is made (a process that only enabled the allocator may fork and use CUDA in the child), and not when it is dropped
 //! (at process exit the driver may be gone already, so contexts are kept on purpose).
 //!
+//! There is no protection against the handle of a destroyed stream. Driver 580.159.04 on an H200 crashed the process;
+//! that the calls which only ask about a stream (`cuStreamGetCtx`, `cuStreamGetId`) have undefined behaviour too is said
+//! in [CUDA's manual](https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__STREAM.html), and no call lists the
+//! streams there are. [`Driver`] says what keeps such handles away.
+//!
 //! Most calls act on the calling thread's current context, so each makes its device's context current and puts the
 //! former one back. In the usual case they are the same and that costs one question to the driver.
 
@@ -228,7 +233,8 @@ impl Driver for CudaDriver {
     fn record_event(&self, event: Event, stream: Stream) -> Result<()> {
         self.in_context(stream.device, Call::RecordEvent, |_| {
             // SAFETY: The event came from `create_event` and is not destroyed. The stream is the program's: a default
-            // one, which always exists, or one that the program made; the driver looks it up and refuses a dead one.
+            // one, which always exists, or one that the program made and has not destroyed without telling the
+            // allocator, which then uses it no more.
             check(Call::RecordEvent, unsafe { sys::cuEventRecord(raw_event(event), raw_stream(stream.handle)) })
         })
     }
@@ -263,7 +269,7 @@ impl Driver for CudaDriver {
             return Err(DriverError { call: Call::StreamContext, status: Status::InvalidHandle });
         }
         let context = read(Call::StreamContext, ptr::null_mut(), |context| {
-            // SAFETY: `context` is a local that outlives the call; the driver looks the stream up and refuses a dead one.
+            // SAFETY: `context` is a local that outlives the call; for the stream see `record_event`.
             unsafe { sys::cuStreamGetCtx(raw_stream(handle), context) }
         })?;
         let primary = devices.iter().position(|device| device.context.load(Ordering::Relaxed) == context);

@@ -211,7 +211,7 @@ statuses! {
     InvalidDevice = 101 "CUDA_ERROR_INVALID_DEVICE",
     /// No context, or one of another device.
     InvalidContext = 201 "CUDA_ERROR_INVALID_CONTEXT",
-    /// A dead stream or event, or one of another context.
+    /// An event that is destroyed or of another context, or a handle that names no stream, if the driver notices.
     InvalidHandle = 400 "CUDA_ERROR_INVALID_HANDLE",
     /// The driver is too old for the call, or the library lacks it.
     NotFound = 500 "CUDA_ERROR_NOT_FOUND",
@@ -263,6 +263,16 @@ pub type Result<T> = std::result::Result<T, DriverError>;
 /// A GPU driver: the calls that the allocator needs, and no others.
 ///
 /// See the [module](self) for the rules that hold for all methods.
+///
+/// # Destroyed streams
+///
+/// Streams belong to the program, which may destroy them. To hand the handle of a destroyed stream to
+/// [`record_event`](Self::record_event), [`wait_event`](Self::wait_event), [`stream_device`](Self::stream_device) or
+/// [`capture_status`](Self::capture_status) is undefined behaviour in the real driver: it may crash the process, answer
+/// for a new stream that was given the same handle, or fail with [`Status::InvalidHandle`]. No call can ask first, since
+/// each would have to be given the handle. So the caller has to be told before a stream is destroyed
+/// ([`Allocator::retire_stream`](crate::allocator::Allocator::retire_stream)) and may rely on no error after it; the
+/// simulator counts such a call as a violation.
 #[expect(
     clippy::missing_errors_doc,
     reason = "any call may fail with any status; the texts name those that mean something"
@@ -333,9 +343,9 @@ pub trait Driver: Send + Sync + 'static {
 
     /// Marks the present end of `stream`'s queue. A second record moves the mark.
     ///
-    /// The event must be of the stream's device, else [`Status::InvalidHandle`], as for a dead stream. On a stream that
-    /// is capturing, the record is captured and the event can be neither queried ([`Status::CapturedEvent`]) nor waited
-    /// for on the host ([`Status::InvalidValue`]).
+    /// The stream must not be [destroyed](Self#destroyed-streams). The event must be of the stream's device, else
+    /// [`Status::InvalidHandle`]. On a stream that is capturing, the record is captured and the event can be neither
+    /// queried ([`Status::CapturedEvent`]) nor waited for on the host ([`Status::InvalidValue`]).
     fn record_event(&self, event: Event, stream: Stream) -> Result<()>;
 
     /// Whether all work before the event's mark has ended. An event never recorded is done.
@@ -348,13 +358,18 @@ pub trait Driver: Send + Sync + 'static {
 
     /// Makes work that `stream` gets from now on wait, on the GPU, for the event's mark. The host does not wait.
     ///
-    /// On a stream that is capturing this fails with [`Status::CaptureIsolation`] and spoils the capture.
+    /// The stream must not be [destroyed](Self#destroyed-streams). On one that is capturing this fails with
+    /// [`Status::CaptureIsolation`] and spoils the capture.
     fn wait_event(&self, stream: Stream, event: Event) -> Result<()>;
 
     /// The device that a stream handle belongs to. Not for default handles, which every device has.
+    ///
+    /// The stream must not be [destroyed](Self#destroyed-streams).
     fn stream_device(&self, handle: StreamHandle) -> Result<DeviceId>;
 
     /// What `stream`'s operations do now. Allowed in every capture mode.
+    ///
+    /// The stream must not be [destroyed](Self#destroyed-streams).
     fn capture_status(&self, stream: Stream) -> Result<CaptureStatus>;
 
     /// Sets the calling thread's capture mode and returns the former one.

@@ -78,16 +78,20 @@ fn full_device_waits_for_pending_blocks_and_searches_before_it_asks_the_driver()
 }
 
 #[test]
-fn record_on_a_dead_stream_synchronises_the_device_instead() {
-    let mut rig = Rig::new("policy:native");
-    let block = rig.malloc(4 * MIB, MAIN);
-    rig.record_stream(block, SIDE);
-    rig.write(SIDE, block);
-    rig.gpu.destroy_stream(SIDE).expect("it exists");
-    rig.free(block);
-    assert_eq!(rig.malloc(4 * MIB, MAIN), block);
-    assert_eq!(rig.stats().dead_streams, 1);
-    rig.finish();
+fn stream_that_the_driver_calls_dead_is_answered_for_by_a_device_synchronise() {
+    for noticed_by in [Call::CaptureStatus, Call::RecordEvent] {
+        let mut rig = Rig::new("policy:native");
+        let block = rig.malloc(4 * MIB, MAIN);
+        rig.record_stream(block, SIDE);
+        rig.write(SIDE, block);
+        rig.gpu.fail_next(noticed_by, 0, Status::InvalidHandle);
+        rig.free(block);
+        assert_eq!(rig.gpu.pending_faults(), 0, "the free asked for an event at once");
+        assert_eq!(rig.malloc(4 * MIB, MAIN), block);
+        rig.write(MAIN, block);
+        assert_eq!(rig.stats().dead_streams, 1);
+        rig.finish();
+    }
 }
 
 #[test]

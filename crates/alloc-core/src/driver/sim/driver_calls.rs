@@ -181,8 +181,8 @@ impl Driver for SimDriver {
 
     fn record_event(&self, event: Event, stream: Stream) -> Result<()> {
         self.call_on(Call::RecordEvent, stream.device, |simulation| {
+            let index = simulation.live_stream(Call::RecordEvent, stream)?;
             simulation.events.of_device(stream.device, event)?;
-            let index = simulation.live_stream(stream)?;
             simulation.captures.active(index)?;
             let recorded = match simulation.captures.of(index) {
                 Some(capture) => Recorded::Captured(capture),
@@ -226,8 +226,8 @@ impl Driver for SimDriver {
 
     fn wait_event(&self, stream: Stream, event: Event) -> Result<()> {
         self.call_on(Call::WaitEvent, stream.device, |simulation| {
+            let index = simulation.live_stream(Call::WaitEvent, stream)?;
             let recorded = simulation.events.recorded(event)?.clone();
-            let index = simulation.live_stream(stream)?;
             simulation.captures.active(index)?;
             if let Some(capture) = simulation.captures.of(index) {
                 simulation.captures.spoil(capture);
@@ -244,15 +244,14 @@ impl Driver for SimDriver {
     fn stream_device(&self, handle: StreamHandle) -> Result<DeviceId> {
         self.call(Call::StreamContext, |simulation| {
             let device = simulation.current_device();
-            let index = simulation.timeline.find_or_create(handle, device);
-            let state = simulation.timeline.stream(index);
-            if state.alive { Ok(state.stream.device) } else { Err(Status::InvalidHandle) }
+            let index = simulation.live_handle(Call::StreamContext, handle, device)?;
+            Ok(simulation.timeline.stream(index).stream.device)
         })
     }
 
     fn capture_status(&self, stream: Stream) -> Result<CaptureStatus> {
         self.call_on(Call::CaptureStatus, stream.device, |simulation| {
-            let index = simulation.live_stream(stream)?;
+            let index = simulation.live_stream(Call::CaptureStatus, stream)?;
             Ok(simulation.captures.status(index))
         })
     }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::driver::Status;
+use crate::driver::{Call, Status};
 use crate::id::{DeviceId, DevicePtr, Stream};
 
 /// Whether a kernel reads or writes.
@@ -172,6 +172,14 @@ pub enum Violation {
     /// The allocator unmapped or freed memory of a live allocation.
     #[error("memory was taken from under {0}, which is live")]
     TakenWhileLive(AllocationInfo),
+    /// The allocator gave the driver the handle of a stream that the program has destroyed. A real driver may crash.
+    #[error("{} was given stream {:?} of {}, which is destroyed", call.name(), stream.handle, stream.device)]
+    DeadStream {
+        /// The call.
+        call: Call,
+        /// The stream that its handle named last.
+        stream: Stream,
+    },
     /// Memory of a live graph was handed to an allocation outside its pool, which a replay now overwrites.
     #[error("{replay} while the same memory belongs to {owner}")]
     GraphMemoryHandedOut {

@@ -132,16 +132,19 @@ impl SimDriver {
         self.lock().timeline.now_ns() / NANOSECONDS_PER_MICROSECOND
     }
 
-    /// Makes sure that `stream` exists, unless it was destroyed: for calls that only name it.
+    /// Makes sure that `stream` exists: for the allocator's calls, which only name it. If its handle is that of a
+    /// destroyed stream, the driver has given it to a new one.
     pub fn touch_stream(&self, stream: StreamHandle) -> Result<()> {
         self.note(|simulation| {
-            let device = simulation.current_device();
-            simulation.timeline.find_or_create(stream, device);
+            simulation.program_stream(stream);
             Ok(())
         })
     }
 
     /// Destroys a stream. Its work goes on; its capture is spoiled.
+    ///
+    /// From now on until the handle names a new stream, a driver call that is given it is a
+    /// [`DeadStream`](super::Violation::DeadStream).
     pub fn destroy_stream(&self, stream: StreamHandle) -> Result<()> {
         self.program(DESTROY_STREAM, |simulation| {
             let device = simulation.current_device();

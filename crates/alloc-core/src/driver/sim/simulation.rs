@@ -14,7 +14,7 @@ use super::faults::Faults;
 use super::memory::Memory;
 use super::oracle::{Launch, Oracle, used_by};
 use super::timeline::{Ended, Kernel, Timeline};
-use crate::driver::{CaptureMode, Status};
+use crate::driver::{Call, CaptureMode, Status};
 use crate::id::{DeviceId, DevicePtr, Stream, StreamHandle};
 
 /// Whether the driver answers in this process.
@@ -96,12 +96,30 @@ impl Simulation {
         self.thread().device.unwrap_or_default()
     }
 
-    /// The live stream that a driver call names.
-    pub(super) fn live_stream(&mut self, stream: Stream) -> Result<StreamIndex, Status> {
+    /// The stream of that device that a driver call names.
+    pub(super) fn live_stream(&mut self, call: Call, stream: Stream) -> Result<StreamIndex, Status> {
         let device = if stream.handle.is_default() { stream.device } else { self.current_device() };
-        let index = self.timeline.find_or_create(stream.handle, device);
+        let index = self.live_handle(call, stream.handle, device)?;
+        let is_of_device = self.timeline.stream(index).stream.device == stream.device;
+        if is_of_device { Ok(index) } else { Err(Status::InvalidHandle) }
+    }
+
+    /// The stream that a driver call names by its handle; one that has to be made belongs to `device`. The handle of a
+    /// destroyed stream would crash a real driver: the call fails, and its caller has broken a rule.
+    pub(super) fn live_handle(
+        &mut self,
+        call: Call,
+        handle: StreamHandle,
+        device: DeviceId,
+    ) -> Result<StreamIndex, Status> {
+        let index = self.timeline.find_or_create(handle, device);
         let state = self.timeline.stream(index);
-        if state.alive && state.stream.device == stream.device { Ok(index) } else { Err(Status::InvalidHandle) }
+        if state.alive {
+            return Ok(index);
+        }
+        let violation = Violation::DeadStream { call, stream: state.stream };
+        self.report(Box::new(violation).into());
+        Err(Status::InvalidHandle)
     }
 
     /// The stream that a call of the program uses. A destroyed stream's handle now names a new stream.

@@ -175,17 +175,36 @@ fn a_stream_belongs_to_the_device_that_was_current_at_its_first_use() {
 }
 
 #[test]
-fn a_destroyed_stream_is_refused_while_its_work_goes_on() {
+fn a_destroyed_streams_work_goes_on() {
     let driver = driver();
     driver.launch(FIRST, &[], &[], 10).unwrap();
     let event = recorded(&driver, FIRST);
     driver.destroy_stream(FIRST).unwrap();
-    assert_eq!(status(driver.record_event(event, on_device(FIRST))), Status::InvalidHandle);
-    assert_eq!(status(driver.stream_device(FIRST)), Status::InvalidHandle);
-    assert_eq!(status(driver.capture_status(on_device(FIRST))), Status::InvalidHandle);
     assert_eq!(query(&driver, event), Completion::Pending);
     driver.complete(Some(FIRST)).unwrap();
     assert_eq!(query(&driver, event), Completion::Done);
+    driver.check().unwrap();
+}
+
+#[test]
+fn a_driver_call_that_is_given_a_destroyed_stream_is_refused_and_a_violation() {
+    for call in [Call::RecordEvent, Call::WaitEvent, Call::StreamContext, Call::CaptureStatus] {
+        let driver = driver();
+        let event = recorded(&driver, FIRST);
+        let use_stream = || match call {
+            Call::RecordEvent => driver.record_event(event, on_device(FIRST)),
+            Call::WaitEvent => driver.wait_event(on_device(FIRST), event),
+            Call::StreamContext => driver.stream_device(FIRST).map(drop),
+            _ => driver.capture_status(on_device(FIRST)).map(drop),
+        };
+        driver.destroy_stream(FIRST).unwrap();
+        driver.check().unwrap();
+        assert_eq!(status(use_stream()), Status::InvalidHandle);
+        let expected = Violation::DeadStream { call, stream: on_device(FIRST) };
+        assert_eq!(violation(driver.check()), expected);
+        assert_eq!(violation(driver.touch_stream(FIRST)), expected, "the program hears of it at its next call");
+        use_stream().expect("the handle names a new stream");
+    }
 }
 
 #[test]
@@ -199,6 +218,16 @@ fn a_destroyed_streams_handle_names_a_new_stream_from_its_next_use_on() {
     let new = recorded(&driver, FIRST);
     driver.complete(Some(FIRST)).unwrap();
     assert_eq!((query(&driver, old), query(&driver, new)), (Completion::Pending, Completion::Done));
+}
+
+#[test]
+fn a_new_stream_under_an_old_handle_belongs_to_the_device_that_is_current_then() {
+    let driver = SimDriver::new(SimOptions { devices: 2, ..small() });
+    driver.touch_stream(FIRST).unwrap();
+    driver.destroy_stream(FIRST).unwrap();
+    driver.set_current_device(DeviceId(1)).unwrap();
+    driver.touch_stream(FIRST).unwrap();
+    assert_eq!(driver.stream_device(FIRST).unwrap(), DeviceId(1));
 }
 
 #[test]
