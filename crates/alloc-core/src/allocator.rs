@@ -307,22 +307,25 @@ impl<D: Driver> Allocator<D> {
 
     /// Forgets a stream that the program is about to destroy: its handle may come back for another one.
     ///
+    /// Has to be called before the stream is destroyed and after its last work was queued. An event is recorded on the
+    /// stream now, which answers for all memory that it used, freed or not; from then on the driver is never given the
+    /// handle. A stream that is destroyed without this call may crash a real driver, see
+    /// [`Driver`](Driver#destroyed-streams).
+    ///
     /// # Errors
     ///
-    /// [`AllocError::Driver`] if no event could be recorded on it; the memory that it used is then held until a device
-    /// synchronise.
+    /// [`AllocError::Driver`] if no event could be recorded on it; the memory that it used is then held until a
+    /// synchronise of the memory's device, and for good if the stream is another device's.
     pub fn retire_stream(&self, stream: StreamHandle) -> Result<(), AllocError> {
         let mut result = Ok(());
         for device in self.devices.starting_with(DeviceId(0)) {
             let key = stream_key(device.id, stream);
             let mut state = device.fast()?;
             let Some(stream) = state.streams.find(key) else { continue };
-            let closings = state.plan_close_stream(stream);
+            let closings = state.plan_retire(stream);
             drop(state);
             let outcome = execute(&self.driver, Plan::Close(closings));
-            let mut state = device.fast()?;
-            result = state.commit(outcome).map_err(AllocError::from).and(result);
-            state.streams.retire(stream);
+            result = device.fast()?.commit(outcome).map_err(AllocError::from).and(result);
         }
         result
     }

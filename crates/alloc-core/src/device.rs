@@ -195,7 +195,7 @@ impl DeviceState {
         self.record(Action::FreeRequested, address.0, weight.requested, self.blocks[id].pool);
 
         let own = self.pools[self.blocks[id].pool].stream;
-        let own_epoch = self.streams.open_epoch(own);
+        let own_epoch = self.streams.current_epoch(own);
         if self.blocks[id].last_use.is_empty() {
             self.blocks[id].last_use.set(own, own_epoch);
             self.make_idle(id);
@@ -204,17 +204,23 @@ impl DeviceState {
         self.make_pending(id, own)
     }
 
-    /// The program used the block on other streams than its own: it waits for each of them.
+    /// The program used the block on other streams than its own: it waits for each of them that is not over for good.
     fn make_pending(&mut self, id: BlockId, own: StreamIx) -> Freed {
         let mut is_due = false;
         let mut streams = 0;
         let block = &mut self.blocks[id];
         for (stream, _) in block.last_use.iter() {
-            is_due |= self.streams.wait_for_open(stream, id, block.size);
-            streams += 1;
+            if !self.streams.is_over(stream) {
+                is_due |= self.streams.wait_for_current(stream, id, block.size);
+                streams += 1;
+            }
         }
-        block.last_use.stamp(|stream| self.streams.open_epoch(stream));
-        block.last_use.add(own, self.streams.open_epoch(own));
+        block.last_use.stamp(|stream| self.streams.current_epoch(stream));
+        block.last_use.add(own, self.streams.current_epoch(own));
+        if streams == 0 {
+            self.make_idle(id);
+            return Freed::Done;
+        }
         block.state = BlockState::Pending { streams };
         self.stats.pending_frees += 1;
         if is_due { Freed::CloseDue(id) } else { Freed::Done }

@@ -52,9 +52,10 @@ struct StreamState {
     key: StreamKey,
     /// The stream itself, with the device that it belongs to, which may be another one than the state's.
     target: Stream,
-    /// Whether the program said that the stream is gone: its handle then names another stream.
+    /// Whether the program said that the stream is gone: no driver call may name it any more, and its handle may come
+    /// back for another stream.
     retired: bool,
-    /// The epoch that frees belong to now.
+    /// The epoch that frees belong to now, unless the stream is retired.
     open: Epoch,
     /// The last epoch that an event, or a device synchronise, answers for.
     recorded: Epoch,
@@ -68,6 +69,14 @@ struct StreamState {
     open_frees: u32,
     /// Their bytes.
     open_bytes: u64,
+}
+
+impl StreamState {
+    /// The epoch that frees belong to now. A retired stream gets no more work, so all that it did lies in the epochs up
+    /// to the one that was open last.
+    fn current(&self) -> Epoch {
+        if self.retired { self.open - 1 } else { self.open }
+    }
 }
 
 /// An epoch to be closed: record an event on `target`, unless that stream is capturing.
@@ -151,28 +160,48 @@ impl StreamTable {
         (0..self.streams.len() as u32).map(StreamIx)
     }
 
+    /// The streams of `device` that a driver call may name.
+    pub(crate) fn live_targets(&self, device: DeviceId) -> Vec<Stream> {
+        let live = self.streams.iter().filter(|state| !state.retired);
+        live.map(|state| state.target).filter(|target| target.device == device).collect()
+    }
+
     /// The stream itself.
     pub(crate) fn target(&self, stream: StreamIx) -> Stream {
         self.state(stream).target
     }
 
-    pub(crate) fn open_epoch(&self, stream: StreamIx) -> Epoch {
-        self.state(stream).open
+    /// The epoch that a free belongs to now.
+    pub(crate) fn current_epoch(&self, stream: StreamIx) -> Epoch {
+        self.state(stream).current()
     }
 
     pub(crate) fn is_done(&self, stream: StreamIx, epoch: Epoch) -> bool {
         epoch <= self.state(stream).done
     }
 
-    /// The handle of a stream that the program destroyed may come back for another one.
+    /// Whether all work of `stream` is known to have ended, for good: it is retired.
+    pub(crate) fn is_over(&self, stream: StreamIx) -> bool {
+        let state = self.state(stream);
+        state.retired && state.current() <= state.done
+    }
+
+    /// The program is about to destroy the stream. Its last epoch has to be closing: nothing else can be recorded on it.
     pub(crate) fn retire(&mut self, stream: StreamIx) {
         self.state_mut(stream).retired = true;
     }
 
-    /// Lets a block of `size` bytes wait for `stream`'s open epoch. Returns whether that epoch should be closed now.
-    pub(crate) fn wait_for_open(&mut self, stream: StreamIx, block: BlockId, size: u64) -> bool {
+    /// Whether there is a retired stream of `device` on which nothing could be recorded: only a device synchronise can
+    /// tell that it is over.
+    pub(crate) fn has_unanswered(&self, device: DeviceId) -> bool {
+        let mut retired = self.streams.iter().filter(|state| state.retired && state.target.device == device);
+        retired.any(|state| state.recorded < state.current())
+    }
+
+    /// Lets a block of `size` bytes wait for `stream`'s current epoch. Returns whether that epoch should be closed now.
+    pub(crate) fn wait_for_current(&mut self, stream: StreamIx, block: BlockId, size: u64) -> bool {
         let state = self.state_mut(stream);
-        state.waiting.push_back((state.open, block));
+        state.waiting.push_back((state.current(), block));
         state.open_frees += 1;
         state.open_bytes += size;
         let due = state.open_frees >= CLOSE_AFTER_FREES || state.open_bytes >= CLOSE_AFTER_BYTES;
@@ -190,10 +219,11 @@ impl StreamTable {
         state.waiting.iter().rev().take_while(|(epoch, _)| *epoch > state.recorded).map(|(_, block)| *block)
     }
 
-    /// Starts to close the open epoch of `stream`, if no event answers for `epoch` yet.
+    /// Starts to close the open epoch of `stream`, if no event answers for `epoch` yet. Nothing can be recorded on a
+    /// retired stream.
     pub(crate) fn begin_close(&mut self, stream: StreamIx, epoch: Epoch) -> Option<Closing> {
         let state = &mut self.streams[stream.index()];
-        if epoch <= state.recorded {
+        if epoch <= state.recorded || state.retired {
             return None;
         }
         let closing = state.open;
@@ -272,12 +302,14 @@ impl StreamTable {
         state.waiting.pop_front_if(|(epoch, _)| *epoch <= done).map(|(_, block)| block)
     }
 
-    /// Starts a new epoch on every stream, for a device synchronise: what it will prove.
+    /// Starts a new epoch on every stream that may get more work, for a device synchronise: what it will prove.
     pub(crate) fn begin_synchronize(&mut self) -> Vec<(StreamIx, Epoch)> {
         self.ids()
             .map(|stream| {
                 let state = self.state_mut(stream);
-                state.open += 1;
+                if !state.retired {
+                    state.open += 1;
+                }
                 (stream, state.open - 1)
             })
             .collect()
@@ -350,11 +382,11 @@ mod tests {
     #[test]
     fn one_event_answers_for_all_frees_before_it() {
         let (mut table, stream) = table();
-        table.wait_for_open(stream, block(1), 512);
-        table.wait_for_open(stream, block(2), 512);
+        table.wait_for_current(stream, block(1), 512);
+        table.wait_for_current(stream, block(2), 512);
         let closing = table.begin_close(stream, 1).expect("no event yet");
         table.commit_close(&closing, Closed::Recorded(Event(9)), None);
-        table.wait_for_open(stream, block(3), 512);
+        table.wait_for_current(stream, block(3), 512);
         table.finish(stream, closing.epoch);
         let released: Vec<_> = std::iter::from_fn(|| table.next_released(stream)).collect();
         assert_eq!(released, [block(1), block(2)]);
@@ -364,7 +396,7 @@ mod tests {
     #[test]
     fn failed_record_leaves_its_frees_to_the_next_event() {
         let (mut table, stream) = table();
-        table.wait_for_open(stream, block(1), 512);
+        table.wait_for_current(stream, block(1), 512);
         let closing = table.begin_close(stream, 1).expect("no event yet");
         table.commit_close(&closing, Closed::Failed, Some(Event(4)));
         assert_eq!(table.unanswered(stream).collect::<Vec<_>>(), [block(1)]);
@@ -378,7 +410,7 @@ mod tests {
     #[test]
     fn event_that_a_thread_waits_for_is_not_recycled_under_it() {
         let (mut table, stream) = table();
-        table.wait_for_open(stream, block(1), 512);
+        table.wait_for_current(stream, block(1), 512);
         let closing = table.begin_close(stream, 1).expect("no event yet");
         table.commit_close(&closing, Closed::Recorded(Event(9)), None);
         let marks = table.await_newest_marks();
@@ -391,15 +423,49 @@ mod tests {
     #[test]
     fn epochs_closed_at_once_may_come_back_in_any_order() {
         let (mut table, stream) = table();
-        table.wait_for_open(stream, block(1), 512);
+        table.wait_for_current(stream, block(1), 512);
         let first = table.begin_close(stream, 1).expect("no event yet");
-        table.wait_for_open(stream, block(2), 512);
+        table.wait_for_current(stream, block(2), 512);
         let second = table.begin_close(stream, 2).expect("no event yet");
         table.commit_close(&second, Closed::Recorded(Event(2)), None);
         table.commit_close(&first, Closed::Recorded(Event(1)), None);
         table.check().expect("sorted again");
         table.finish(stream, second.epoch);
         assert_eq!(table.take_idle_events().len(), 2);
+    }
+
+    #[test]
+    fn frees_after_a_retirement_belong_to_the_epoch_that_it_closed() {
+        let (mut table, stream) = table();
+        let closing = table.begin_close(stream, 1).expect("no event yet");
+        table.retire(stream);
+        assert_eq!(table.current_epoch(stream), closing.epoch);
+        assert!(table.has_unanswered(DeviceId(0)) && !table.has_unanswered(DeviceId(1)));
+        table.commit_close(&closing, Closed::Recorded(Event(9)), None);
+        assert!(!table.has_unanswered(DeviceId(0)));
+        table.wait_for_current(stream, block(1), 512);
+        assert!(table.begin_close(stream, closing.epoch).is_none());
+        assert_eq!(table.live_targets(DeviceId(0)), []);
+        table.finish(stream, closing.epoch);
+        assert!(table.is_over(stream));
+        assert_eq!(table.next_released(stream), Some(block(1)));
+        table.check().expect("consistent");
+    }
+
+    #[test]
+    fn device_synchronise_answers_for_a_retired_stream_without_an_event() {
+        let (mut table, stream) = table();
+        table.wait_for_current(stream, block(1), 512);
+        let closing = table.begin_close(stream, 1).expect("no event yet");
+        table.retire(stream);
+        table.commit_close(&closing, Closed::Failed, Some(Event(4)));
+        table.wait_for_current(stream, block(2), 512);
+        for (stream, epoch) in table.begin_synchronize() {
+            table.finish(stream, epoch);
+        }
+        let released: Vec<_> = std::iter::from_fn(|| table.next_released(stream)).collect();
+        assert_eq!(released, [block(1), block(2)]);
+        assert!(table.is_over(stream) && !table.has_unanswered(DeviceId(0)));
     }
 
     #[test]

@@ -19,10 +19,12 @@ impl DeviceState {
         foreign.filter_map(|(stream, epoch)| self.streams.begin_close(stream, epoch)).collect()
     }
 
-    /// An event for a stream that will take no more work.
-    pub(crate) fn plan_close_stream(&mut self, stream: StreamIx) -> Vec<Closing> {
-        let epoch = self.streams.open_epoch(stream);
-        self.streams.begin_close(stream, epoch).into_iter().collect()
+    /// The last event of a stream that the program is about to destroy.
+    pub(crate) fn plan_retire(&mut self, stream: StreamIx) -> Vec<Closing> {
+        let epoch = self.streams.current_epoch(stream);
+        let closings = self.streams.begin_close(stream, epoch).into_iter().collect();
+        self.streams.retire(stream);
+        closings
     }
 
     /// Events for all streams that pending blocks wait for and that none answers for yet.
@@ -73,15 +75,16 @@ impl DeviceState {
         (!marks.is_empty()).then_some(Plan::Wait(marks))
     }
 
-    /// A device synchronise, if released private pools hold memory that waits for one.
+    /// A device synchronise, if released private pools hold memory that waits for one, or nothing else can answer for a
+    /// stream that is gone.
     pub(crate) fn plan_synchronize(&mut self) -> Option<Plan> {
-        self.pools.has_unproven().then(|| self.plan_synchronize_device())
+        let is_needed = self.pools.has_unproven() || self.streams.has_unanswered(self.id);
+        is_needed.then(|| self.plan_synchronize_device())
     }
 
     /// A device synchronise.
     pub(crate) fn plan_synchronize_device(&mut self) -> Plan {
-        let streams = self.streams.ids().map(|stream| self.streams.target(stream));
-        let streams = streams.filter(|stream| stream.device == self.id).collect();
+        let streams = self.streams.live_targets(self.id);
         let epochs = self.streams.begin_synchronize();
         Plan::Synchronize(Synchronize { device: self.id, streams, epochs, releases: self.pools.releases() })
     }

@@ -5,5 +5,6 @@
 mod failures;
 mod graphs;
 mod memory;
+mod retired_streams;
 mod rig;
 mod streams;

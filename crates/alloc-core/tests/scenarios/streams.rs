@@ -95,16 +95,6 @@ fn stream_that_the_driver_calls_dead_is_answered_for_by_a_device_synchronise() {
 }
 
 #[test]
-fn retired_handle_may_come_back_as_another_stream() {
-    let mut rig = Rig::new("policy:native");
-    let block = rig.malloc(4 * MIB, SIDE);
-    rig.free(block);
-    rig.allocator.retire_stream(SIDE).expect("an event can be recorded");
-    assert_ne!(rig.malloc(4 * MIB, SIDE), block, "the new stream is not ordered after the old one");
-    rig.finish();
-}
-
-#[test]
 fn stream_unknown_to_the_driver_is_answered_with_a_wait() {
     let mut rig = Rig::new("policy:native");
     let block = rig.malloc(4 * MIB, MAIN);
