@@ -243,6 +243,8 @@ impl StreamTable {
         }
         let state = self.state_mut(closing.stream);
         match outcome {
+            // A device synchronise may have come between, which answered for this epoch first.
+            Closed::Recorded(event) if closing.epoch <= state.done => self.idle.push((closing.target.device, event)),
             Closed::Recorded(event) => {
                 state.recorded = state.recorded.max(closing.epoch);
                 // Two threads may close two epochs at once, and the later one may come back first.
@@ -405,6 +407,18 @@ mod tests {
         table.commit_close(&closing, Closed::Recorded(Event(4)), None);
         table.finish(stream, closing.epoch);
         assert_eq!(table.next_released(stream), Some(block(1)));
+    }
+
+    #[test]
+    fn event_of_an_epoch_that_a_synchronise_proved_over_meanwhile_is_idle() {
+        let (mut table, stream) = table();
+        let closing = table.begin_close(stream, 1).expect("no event yet");
+        for (stream, epoch) in table.begin_synchronize() {
+            table.finish(stream, epoch);
+        }
+        table.commit_close(&closing, Closed::Recorded(Event(9)), None);
+        table.check().expect("no closed epoch is over");
+        assert_eq!(table.take_idle_events(), [(DeviceId(0), Event(9))]);
     }
 
     #[test]
