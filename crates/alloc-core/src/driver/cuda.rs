@@ -15,21 +15,26 @@
 
 #![expect(unsafe_code, reason = "every call of the driver is foreign code")]
 
+use std::ffi::{c_int, c_uint};
 use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use cudarc::driver::sys::{
-    self, CUcontext, CUctx_st, CUdevice, CUdevice_attribute, CUevent, CUevent_flags, CUresult, CUstream,
-    CUstreamCaptureMode, CUstreamCaptureStatus,
+    CUcontext, CUctx_st, CUdevice, CUdevice_attribute, CUevent, CUevent_flags, CUresult, CUstream, CUstreamCaptureMode,
+    CUstreamCaptureStatus,
 };
 
-use super::cuda_library::{check, read, start};
+use super::cuda_library::{self as library, check, read, start};
 use super::cuda_vmm::{self, HandleUses};
 use super::{
     Call, Capabilities, CaptureMode, CaptureStatus, Completion, Driver, DriverError, MemoryInfo, Result, Status,
 };
 use crate::id::{DeviceId, DevicePtr, Event, PhysicalHandle, Stream, StreamHandle};
+
+/// Answers that are no failures.
+const NOT_READY: c_int = CUresult::CUDA_ERROR_NOT_READY as c_int;
+const CAPTURE_IMPLICIT: c_int = CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT as c_int;
 
 /// The GPUs of this machine.
 ///
@@ -85,7 +90,7 @@ impl Device {
         }
         let context = read(Call::RetainContext, ptr::null_mut(), |context| {
             // SAFETY: `context` is a local that outlives the call, and the driver gave us the device.
-            unsafe { sys::cuDevicePrimaryCtxRetain(context, self.ordinal) }
+            unsafe { library::cuDevicePrimaryCtxRetain(context, self.ordinal) }
         })?;
         // Two threads may both get here: the context is the same, and a second reference to it does no harm.
         self.context.store(context, Ordering::Release);
@@ -133,7 +138,7 @@ impl Driver for CudaDriver {
         let mut flags = 0;
         let active = read(Call::PrimaryContextState, 0, |active| {
             // SAFETY: Both pointers are to locals that outlive the call, and the driver gave us the device.
-            unsafe { sys::cuDevicePrimaryCtxGetState(ordinal, &raw mut flags, active) }
+            unsafe { library::cuDevicePrimaryCtxGetState(ordinal, &raw mut flags, active) }
         })?;
         Ok(active != 0)
     }
@@ -146,7 +151,7 @@ impl Driver for CudaDriver {
         }
         let accessible = read(Call::CanAccessPeer, 0, |accessible| {
             // SAFETY: `accessible` is a local that outlives the call, and the driver gave us both devices.
-            unsafe { sys::cuDeviceCanAccessPeer(accessible, device, peer) }
+            unsafe { library::cuDeviceCanAccessPeer(accessible, device, peer) }
         })?;
         Ok(accessible != 0)
     }
@@ -156,7 +161,7 @@ impl Driver for CudaDriver {
             let mut total = 0;
             let free = read(Call::MemoryInfo, 0, |free| {
                 // SAFETY: Both pointers are to locals that outlive the call.
-                unsafe { sys::cuMemGetInfo_v2(free, &raw mut total) }
+                unsafe { library::cuMemGetInfo_v2(free, &raw mut total) }
             })?;
             Ok(MemoryInfo { free_bytes: free as u64, total_bytes: total as u64 })
         })
@@ -166,7 +171,7 @@ impl Driver for CudaDriver {
         self.in_context(device, Call::Allocate, |_| {
             let address = read(Call::Allocate, 0, |address| {
                 // SAFETY: `address` is a local that outlives the call.
-                unsafe { sys::cuMemAlloc_v2(address, size as usize) }
+                unsafe { library::cuMemAlloc_v2(address, size as usize) }
             })?;
             Ok(DevicePtr(address))
         })
@@ -175,7 +180,7 @@ impl Driver for CudaDriver {
     fn free(&self, device: DeviceId, address: DevicePtr) -> Result<()> {
         self.in_context(device, Call::Free, |_| {
             // SAFETY: The driver refuses an address that it did not hand out, and waits for the work that uses it.
-            check(Call::Free, unsafe { sys::cuMemFree_v2(address.0) })
+            check(Call::Free, unsafe { library::cuMemFree_v2(address.0) })
         })
     }
 
@@ -216,7 +221,7 @@ impl Driver for CudaDriver {
         self.in_context(device, Call::CreateEvent, |_| {
             let event = read(Call::CreateEvent, ptr::null_mut(), |event| {
                 // SAFETY: `event` is a local that outlives the call, and the flag is one of the documented ones.
-                unsafe { sys::cuEventCreate(event, CUevent_flags::CU_EVENT_DISABLE_TIMING as u32) }
+                unsafe { library::cuEventCreate(event, CUevent_flags::CU_EVENT_DISABLE_TIMING as u32) }
             })?;
             Ok(Event(event.expose_provenance() as u64))
         })
@@ -226,7 +231,7 @@ impl Driver for CudaDriver {
         self.in_context(device, Call::DestroyEvent, |_| {
             // SAFETY: The event came from `create_event`, the trait's only source of events, and the allocator destroys
             // it once and uses it no more.
-            check(Call::DestroyEvent, unsafe { sys::cuEventDestroy_v2(raw_event(event)) })
+            check(Call::DestroyEvent, unsafe { library::cuEventDestroy_v2(raw_event(event)) })
         })
     }
 
@@ -235,31 +240,34 @@ impl Driver for CudaDriver {
             // SAFETY: The event came from `create_event` and is not destroyed. The stream is the program's: a default
             // one, which always exists, or one that the program made and has not destroyed without telling the
             // allocator, which then uses it no more.
-            check(Call::RecordEvent, unsafe { sys::cuEventRecord(raw_event(event), raw_stream(stream.handle)) })
+            check(Call::RecordEvent, unsafe { library::cuEventRecord(raw_event(event), raw_stream(stream.handle)) })
         })
     }
 
     fn query_event(&self, device: DeviceId, event: Event) -> Result<Completion> {
         self.in_context(device, Call::QueryEvent, |_| {
             // SAFETY: The event came from `create_event` and is not destroyed, which the allocator guarantees.
-            match unsafe { sys::cuEventQuery(raw_event(event)) } {
-                CUresult::CUDA_ERROR_NOT_READY => Ok(Completion::Pending),
-                result => check(Call::QueryEvent, result).map(|()| Completion::Done),
+            let code = unsafe { library::cuEventQuery(raw_event(event)) };
+            if code == NOT_READY {
+                return Ok(Completion::Pending);
             }
+            check(Call::QueryEvent, code).map(|()| Completion::Done)
         })
     }
 
     fn synchronize_event(&self, device: DeviceId, event: Event) -> Result<()> {
         self.in_context(device, Call::SynchronizeEvent, |_| {
             // SAFETY: The event came from `create_event` and is not destroyed, which the allocator guarantees.
-            check(Call::SynchronizeEvent, unsafe { sys::cuEventSynchronize(raw_event(event)) })
+            check(Call::SynchronizeEvent, unsafe { library::cuEventSynchronize(raw_event(event)) })
         })
     }
 
     fn wait_event(&self, stream: Stream, event: Event) -> Result<()> {
         self.in_context(stream.device, Call::WaitEvent, |_| {
             // SAFETY: As for `record_event`; flags 0 is the default wait.
-            check(Call::WaitEvent, unsafe { sys::cuStreamWaitEvent(raw_stream(stream.handle), raw_event(event), 0) })
+            check(Call::WaitEvent, unsafe {
+                library::cuStreamWaitEvent(raw_stream(stream.handle), raw_event(event), 0)
+            })
         })
     }
 
@@ -270,7 +278,7 @@ impl Driver for CudaDriver {
         }
         let context = read(Call::StreamContext, ptr::null_mut(), |context| {
             // SAFETY: `context` is a local that outlives the call; for the stream see `record_event`.
-            unsafe { sys::cuStreamGetCtx(raw_stream(handle), context) }
+            unsafe { library::cuStreamGetCtx(raw_stream(handle), context) }
         })?;
         let primary = devices.iter().position(|device| device.context.load(Ordering::Relaxed) == context);
         if let Some(index) = primary {
@@ -282,22 +290,23 @@ impl Driver for CudaDriver {
 
     fn capture_status(&self, stream: Stream) -> Result<CaptureStatus> {
         self.in_context(stream.device, Call::CaptureStatus, |_| {
-            let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-            // SAFETY: `status` is a local that outlives the call; for the stream see `record_event`.
-            match unsafe { sys::cuStreamIsCapturing(raw_stream(stream.handle), &raw mut status) } {
+            let mut status: c_uint = 0;
+            // SAFETY: `status` is a local of the enum's size that outlives the call; for the stream see `record_event`.
+            let code = unsafe { library::cuStreamIsCapturing(raw_stream(stream.handle), (&raw mut status).cast()) };
+            if code == CAPTURE_IMPLICIT {
                 // The legacy default stream while another stream that synchronises with it is capturing: work on it
                 // would join that capture, which the driver does not allow, so it is as good as capturing.
-                CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => Ok(CaptureStatus::Active),
-                result => check(Call::CaptureStatus, result).map(|()| capture_status(status)),
+                return Ok(CaptureStatus::Active);
             }
+            check(Call::CaptureStatus, code).map(|()| capture_status(status))
         })
     }
 
     fn exchange_capture_mode(&self, mode: CaptureMode) -> Result<CaptureMode> {
         self.devices()?;
         let former = read(Call::ExchangeCaptureMode, raw_capture_mode(mode), |mode| {
-            // SAFETY: `mode` is a local that outlives the call and holds one of the documented modes.
-            unsafe { sys::cuThreadExchangeStreamCaptureMode(mode) }
+            // SAFETY: `mode` is a local of the enum's size that outlives the call and holds one of the documented modes.
+            unsafe { library::cuThreadExchangeStreamCaptureMode(ptr::from_mut(mode).cast()) }
         })?;
         Ok(capture_mode(former))
     }
@@ -305,7 +314,7 @@ impl Driver for CudaDriver {
     fn synchronize_device(&self, device: DeviceId) -> Result<()> {
         self.in_context(device, Call::SynchronizeDevice, |_| {
             // SAFETY: The call takes nothing; the context to wait for is current.
-            check(Call::SynchronizeDevice, unsafe { sys::cuCtxSynchronize() })
+            check(Call::SynchronizeDevice, unsafe { library::cuCtxSynchronize() })
         })
     }
 }
@@ -313,12 +322,12 @@ impl Driver for CudaDriver {
 fn find_devices() -> Result<Box<[Device]>> {
     let count = read(Call::Initialize, 0, |count| {
         // SAFETY: `count` is a local that outlives the call.
-        unsafe { sys::cuDeviceGetCount(count) }
+        unsafe { library::cuDeviceGetCount(count) }
     })?;
     let find = |index| {
         let ordinal = read(Call::Initialize, 0, |device| {
             // SAFETY: `device` is a local that outlives the call, and the index is below the count.
-            unsafe { sys::cuDeviceGet(device, index) }
+            unsafe { library::cuDeviceGet(device, index) }
         })?;
         Ok(Device { ordinal, context: AtomicPtr::new(ptr::null_mut()), handle_uses: HandleUses::default() })
     };
@@ -328,7 +337,7 @@ fn find_devices() -> Result<Box<[Device]>> {
 fn total_memory(device: CUdevice) -> Result<u64> {
     let bytes = read(Call::Attribute, 0, |bytes| {
         // SAFETY: `bytes` is a local that outlives the call, and the driver gave us the device.
-        unsafe { sys::cuDeviceTotalMem_v2(bytes, device) }
+        unsafe { library::cuDeviceTotalMem_v2(bytes, device) }
     })?;
     Ok(bytes as u64)
 }
@@ -337,7 +346,7 @@ fn total_memory(device: CUdevice) -> Result<u64> {
 pub(super) fn attribute(device: CUdevice, attribute: CUdevice_attribute) -> Result<i32> {
     read(Call::Attribute, 0, |value| {
         // SAFETY: `value` is a local that outlives the call, and the driver gave us the device.
-        unsafe { sys::cuDeviceGetAttribute(value, attribute, device) }
+        unsafe { library::cuDeviceGetAttribute(value, attribute, device) }
     })
 }
 
@@ -358,20 +367,20 @@ fn in_context<T>(context: CUcontext, body: impl FnOnce() -> Result<T>) -> Result
 fn current_context() -> Result<CUcontext> {
     read(Call::CurrentContext, ptr::null_mut(), |context| {
         // SAFETY: `context` is a local that outlives the call.
-        unsafe { sys::cuCtxGetCurrent(context) }
+        unsafe { library::cuCtxGetCurrent(context) }
     })
 }
 
 /// Makes `context` current; null takes the current one away.
 fn set_context(context: CUcontext) -> Result<()> {
     // SAFETY: The context is null, a primary one that is never released, or one that the driver named just before.
-    check(Call::SetContext, unsafe { sys::cuCtxSetCurrent(context) })
+    check(Call::SetContext, unsafe { library::cuCtxSetCurrent(context) })
 }
 
 fn device_of_current_context(devices: &[Device], call: Call) -> Result<DeviceId> {
     let ordinal = read(call, 0, |device| {
         // SAFETY: `device` is a local that outlives the call, and a context is current.
-        unsafe { sys::cuCtxGetDevice(device) }
+        unsafe { library::cuCtxGetDevice(device) }
     })?;
     let index = devices.iter().position(|device| device.ordinal == ordinal);
     index.map(|index| DeviceId(index as u32)).ok_or(DriverError { call, status: Status::InvalidDevice })
@@ -386,27 +395,29 @@ fn raw_stream(handle: StreamHandle) -> CUstream {
     ptr::with_exposed_provenance_mut(handle.0 as usize)
 }
 
-fn raw_capture_mode(mode: CaptureMode) -> CUstreamCaptureMode {
-    match mode {
+fn raw_capture_mode(mode: CaptureMode) -> c_uint {
+    let mode = match mode {
         CaptureMode::Global => CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL,
         CaptureMode::ThreadLocal => CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
         CaptureMode::Relaxed => CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
-    }
+    };
+    mode as c_uint
 }
 
-fn capture_mode(mode: CUstreamCaptureMode) -> CaptureMode {
-    match mode {
-        CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL => CaptureMode::Global,
-        CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL => CaptureMode::ThreadLocal,
-        CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED => CaptureMode::Relaxed,
-    }
+/// A mode that is unknown here counts as the one that forbids most.
+fn capture_mode(mode: c_uint) -> CaptureMode {
+    let modes = [CaptureMode::Relaxed, CaptureMode::ThreadLocal];
+    modes.into_iter().find(|&known| raw_capture_mode(known) == mode).unwrap_or(CaptureMode::Global)
 }
 
-fn capture_status(status: CUstreamCaptureStatus) -> CaptureStatus {
+/// A status that is unknown here is some kind of capture, and nothing may be recorded on the stream.
+fn capture_status(status: c_uint) -> CaptureStatus {
+    const NONE: c_uint = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_uint;
+    const INVALIDATED: c_uint = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED as c_uint;
     match status {
-        CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => CaptureStatus::None,
-        CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE => CaptureStatus::Active,
-        CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED => CaptureStatus::Invalidated,
+        NONE => CaptureStatus::None,
+        INVALIDATED => CaptureStatus::Invalidated,
+        _ => CaptureStatus::Active,
     }
 }
 

@@ -1,51 +1,111 @@
-//! NVIDIA's driver library: found at run time, checked before its first use, and its answers turned into results.
+//! NVIDIA's driver library: found at run time, and its answers turned into results.
 //!
-//! Building and importing need no CUDA, because cudarc opens the library when a function is first called. It panics when
-//! the library or a function is missing, so [`start`] looks for all of them first: no call made after it can panic.
+//! Building and importing need no CUDA: [`start`] opens the library and looks for every function before any is called.
+//!
+//! The functions are cudarc's, argument by argument, but for what they return. cudarc calls it an enum, and a number that
+//! is none of its variants, from a driver newer than the bindings, would be undefined behaviour before anybody could look
+//! at it. Here it is a number. The same holds for enums that the driver writes: callers give it the place of a number.
 
 #![expect(unsafe_code, reason = "opening a library runs its constructors, and every function in it is foreign code")]
 
-use cudarc::driver::sys::{self, CUresult};
+use std::ffi::{c_int, c_uint, c_ulonglong};
+use std::sync::OnceLock;
+
+use cudarc::driver::sys::{
+    self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUmemAccessDesc,
+    CUmemAllocationGranularity_flags, CUmemAllocationProp, CUmemGenericAllocationHandle, CUresult, CUstream,
+    CUstreamCaptureMode, CUstreamCaptureStatus,
+};
 
 use super::{Call, DriverError, Result, Status};
 
-/// Every function that this crate calls, by its name in the library, and the call to blame when it is missing.
-///
-/// All of them exist since CUDA 11.2; torch 2.9 needs a driver of CUDA 12 or newer.
-const FUNCTIONS: &[(&str, Call)] = &[
-    ("cuInit", Call::Initialize),
-    ("cuDeviceGetCount", Call::Initialize),
-    ("cuDeviceGet", Call::Initialize),
-    ("cuDeviceTotalMem_v2", Call::Attribute),
-    ("cuDeviceGetAttribute", Call::Attribute),
-    ("cuMemGetAllocationGranularity", Call::Attribute),
-    ("cuCtxGetCurrent", Call::CurrentContext),
-    ("cuCtxGetDevice", Call::CurrentContext),
-    ("cuDevicePrimaryCtxGetState", Call::PrimaryContextState),
-    ("cuDevicePrimaryCtxRetain", Call::RetainContext),
-    ("cuCtxSetCurrent", Call::SetContext),
-    ("cuDeviceCanAccessPeer", Call::CanAccessPeer),
-    ("cuMemGetInfo_v2", Call::MemoryInfo),
-    ("cuMemAlloc_v2", Call::Allocate),
-    ("cuMemFree_v2", Call::Free),
-    ("cuMemAddressReserve", Call::ReserveRange),
-    ("cuMemAddressFree", Call::FreeRange),
-    ("cuMemCreate", Call::CreateHandle),
-    ("cuMemRelease", Call::ReleaseHandle),
-    ("cuMemMap", Call::Map),
-    ("cuMemSetAccess", Call::SetAccess),
-    ("cuMemUnmap", Call::Unmap),
-    ("cuEventCreate", Call::CreateEvent),
-    ("cuEventDestroy_v2", Call::DestroyEvent),
-    ("cuEventRecord", Call::RecordEvent),
-    ("cuEventQuery", Call::QueryEvent),
-    ("cuEventSynchronize", Call::SynchronizeEvent),
-    ("cuStreamWaitEvent", Call::WaitEvent),
-    ("cuStreamGetCtx", Call::StreamContext),
-    ("cuStreamIsCapturing", Call::CaptureStatus),
-    ("cuThreadExchangeStreamCaptureMode", Call::ExchangeCaptureMode),
-    ("cuCtxSynchronize", Call::SynchronizeDevice),
-];
+/// Declares each function with the call to blame when the library lacks it.
+macro_rules! functions {
+    ($($call:ident: $name:ident($($argument:ident: $type:ty),*),)*) => {
+        /// The library's functions.
+        #[expect(non_snake_case, reason = "functions keep the names under which CUDA's manual has them")]
+        struct Functions {
+            $($name: unsafe extern "C" fn($($type),*) -> c_int,)*
+        }
+
+        impl Functions {
+            /// Looks for all functions in the library, which has to be there.
+            fn find() -> Result<Self> {
+                // SAFETY: See `start`, which has found the library; now it is opened again, and kept.
+                let library = unsafe { sys::culib() };
+                Ok(Self {
+                    $($name: {
+                        // SAFETY: The arguments are those of cudarc's binding, which is compared below, and the answer
+                        // is an enum in C, which has the size and the place of an `int`.
+                        let found = unsafe { library.get(stringify!($name).as_bytes()) };
+                        *found.map_err(|_| DriverError { call: Call::$call, status: Status::NotFound })?
+                    },)*
+                })
+            }
+        }
+
+        $(
+            // Does not compile unless the arguments are those of cudarc's binding.
+            const _: unsafe fn($($type),*) -> CUresult = sys::$name;
+
+            /// The function of that name in CUDA's manual, which says what its callers have to keep.
+            #[expect(non_snake_case, reason = "functions keep the names under which CUDA's manual has them")]
+            pub(super) unsafe fn $name($($argument: $type),*) -> c_int {
+                let function = FUNCTIONS.get().expect("no call is made before `start` has succeeded").$name;
+                // SAFETY: The caller keeps what the manual asks for.
+                unsafe { function($($argument),*) }
+            }
+        )*
+    };
+}
+
+// All of them exist since CUDA 11.2; torch 2.9 needs a driver of CUDA 12 or newer.
+functions! {
+    Initialize: cuInit(flags: c_uint),
+    Initialize: cuDeviceGetCount(count: *mut c_int),
+    Initialize: cuDeviceGet(device: *mut CUdevice, index: c_int),
+    Attribute: cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice),
+    Attribute: cuDeviceGetAttribute(value: *mut c_int, attribute: CUdevice_attribute, device: CUdevice),
+    Attribute: cuMemGetAllocationGranularity(
+        bytes: *mut usize, properties: *const CUmemAllocationProp, which: CUmemAllocationGranularity_flags
+    ),
+    CurrentContext: cuCtxGetCurrent(context: *mut CUcontext),
+    CurrentContext: cuCtxGetDevice(device: *mut CUdevice),
+    PrimaryContextState: cuDevicePrimaryCtxGetState(device: CUdevice, flags: *mut c_uint, active: *mut c_int),
+    RetainContext: cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice),
+    SetContext: cuCtxSetCurrent(context: CUcontext),
+    CanAccessPeer: cuDeviceCanAccessPeer(accessible: *mut c_int, device: CUdevice, peer: CUdevice),
+    MemoryInfo: cuMemGetInfo_v2(free: *mut usize, total: *mut usize),
+    Allocate: cuMemAlloc_v2(address: *mut CUdeviceptr, size: usize),
+    Free: cuMemFree_v2(address: CUdeviceptr),
+    ReserveRange: cuMemAddressReserve(
+        base: *mut CUdeviceptr, size: usize, alignment: usize, wanted: CUdeviceptr, flags: c_ulonglong
+    ),
+    FreeRange: cuMemAddressFree(base: CUdeviceptr, size: usize),
+    CreateHandle: cuMemCreate(
+        handle: *mut CUmemGenericAllocationHandle, size: usize, properties: *const CUmemAllocationProp,
+        flags: c_ulonglong
+    ),
+    ReleaseHandle: cuMemRelease(handle: CUmemGenericAllocationHandle),
+    Map: cuMemMap(
+        address: CUdeviceptr, size: usize, offset: usize, handle: CUmemGenericAllocationHandle, flags: c_ulonglong
+    ),
+    SetAccess: cuMemSetAccess(address: CUdeviceptr, size: usize, access: *const CUmemAccessDesc, count: usize),
+    Unmap: cuMemUnmap(address: CUdeviceptr, size: usize),
+    CreateEvent: cuEventCreate(event: *mut CUevent, flags: c_uint),
+    DestroyEvent: cuEventDestroy_v2(event: CUevent),
+    RecordEvent: cuEventRecord(event: CUevent, stream: CUstream),
+    QueryEvent: cuEventQuery(event: CUevent),
+    SynchronizeEvent: cuEventSynchronize(event: CUevent),
+    WaitEvent: cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint),
+    StreamContext: cuStreamGetCtx(stream: CUstream, context: *mut CUcontext),
+    CaptureStatus: cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus),
+    ExchangeCaptureMode: cuThreadExchangeStreamCaptureMode(mode: *mut CUstreamCaptureMode),
+    SynchronizeDevice: cuCtxSynchronize(),
+}
+
+/// Found once, by the first [`start`] that succeeds in it.
+static FUNCTIONS: OnceLock<Functions> = OnceLock::new();
 
 /// Opens the library and initialises the driver. Repeating it is harmless.
 ///
@@ -53,35 +113,27 @@ const FUNCTIONS: &[(&str, Call)] = &[
 /// lacks), with [`Status::NoDevice`] when it finds no GPU, with [`Status::NotInitialized`] in a child forked from a
 /// process that had initialised it.
 pub(super) fn start() -> Result<()> {
-    // SAFETY: The library that the loader finds under libcuda's names is NVIDIA's, whose constructors may run on any
-    // thread; the administrator of the machine guarantees that.
-    let present = unsafe { sys::is_culib_present() };
-    if !present {
-        return Err(DriverError { call: Call::Initialize, status: Status::NotFound });
-    }
-    // SAFETY: As above: the same library is opened again, and now kept.
-    let library = unsafe { sys::culib() };
-    for &(name, call) in FUNCTIONS {
-        // SAFETY: The symbol is only looked for and never called through this type.
-        let function = unsafe { library.get::<unsafe extern "C" fn()>(name.as_bytes()) };
-        if function.is_err() {
-            return Err(DriverError { call, status: Status::NotFound });
+    if FUNCTIONS.get().is_none() {
+        // SAFETY: The library that the loader finds under libcuda's names is NVIDIA's, whose constructors may run on any
+        // thread; the administrator of the machine guarantees that.
+        let present = unsafe { sys::is_culib_present() };
+        if !present {
+            return Err(DriverError { call: Call::Initialize, status: Status::NotFound });
         }
+        let found = Functions::find()?;
+        FUNCTIONS.get_or_init(|| found);
     }
-    // SAFETY: `cuInit` was found above; its flags must be 0.
-    check(Call::Initialize, unsafe { sys::cuInit(0) })
+    // SAFETY: The flags must be 0.
+    check(Call::Initialize, unsafe { cuInit(0) })
 }
 
-/// Success, or the error that blames `call`.
-pub(super) fn check(call: Call, result: CUresult) -> Result<()> {
-    match result {
-        CUresult::CUDA_SUCCESS => Ok(()),
-        failure => Err(DriverError { call, status: Status::from_code(failure as i32) }),
-    }
+/// Success, or the error that blames `call`. `code` is a `CUresult`, known here or not.
+pub(super) fn check(call: Call, code: c_int) -> Result<()> {
+    if code == 0 { Ok(()) } else { Err(DriverError { call, status: Status::from_code(code) }) }
 }
 
 /// What a driver call writes: `ask` receives a place that holds `initial`.
-pub(super) fn read<T>(call: Call, initial: T, ask: impl FnOnce(&mut T) -> CUresult) -> Result<T> {
+pub(super) fn read<T>(call: Call, initial: T, ask: impl FnOnce(&mut T) -> c_int) -> Result<T> {
     let mut answer = initial;
     check(call, ask(&mut answer))?;
     Ok(answer)

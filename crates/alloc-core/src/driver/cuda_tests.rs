@@ -72,7 +72,15 @@ fn default_streams_are_passed_as_cudas_own_numbers() {
 
 #[test]
 fn a_failed_call_names_itself_and_its_status() {
-    let error = check(Call::Allocate, CUresult::CUDA_ERROR_OUT_OF_MEMORY).expect_err("a failure is no success");
-    assert_eq!(error, DriverError { call: Call::Allocate, status: Status::OutOfMemory });
-    assert_eq!(check(Call::Allocate, CUresult::CUDA_SUCCESS), Ok(()));
+    let refused = |code, status| assert_eq!(check(Call::Map, code), Err(DriverError { call: Call::Map, status }));
+    refused(CUresult::CUDA_ERROR_OUT_OF_MEMORY as c_int, Status::OutOfMemory);
+    refused(12345, Status::Other(12345));
+    assert_eq!(check(Call::Map, CUresult::CUDA_SUCCESS as c_int), Ok(()));
+}
+
+#[test]
+fn answers_of_a_newer_driver_are_taken_for_the_stricter_ones() {
+    assert_eq!(capture_mode(77), CaptureMode::Global);
+    assert_eq!(capture_status(77), CaptureStatus::Active);
+    assert_eq!([0, 1, 2].map(capture_status), [CaptureStatus::None, CaptureStatus::Active, CaptureStatus::Invalidated]);
 }

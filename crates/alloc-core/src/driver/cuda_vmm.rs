@@ -11,14 +11,14 @@ use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use cudarc::driver::sys::{
-    self, CUdevice, CUdevice_attribute, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationGranularity_flags,
+    CUdevice, CUdevice_attribute, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationGranularity_flags,
     CUmemAllocationHandleType, CUmemAllocationProp, CUmemAllocationProp_st__bindgen_ty_1, CUmemAllocationType,
     CUmemLocation, CUmemLocationType,
 };
 use smallvec::SmallVec;
 
 use super::cuda::attribute;
-use super::cuda_library::{check, read};
+use super::cuda_library::{self as library, check, read};
 use super::{Call, DriverError, Result, Status};
 use crate::id::{DevicePtr, PhysicalHandle};
 
@@ -108,7 +108,7 @@ pub(super) fn granularity(device: CUdevice) -> Result<u64> {
     let minimum = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
     let bytes = read(Call::Attribute, 0, |bytes| {
         // SAFETY: Both pointers are to locals that outlive the call, and the properties are filled in whole.
-        unsafe { sys::cuMemGetAllocationGranularity(bytes, &raw const properties, minimum) }
+        unsafe { library::cuMemGetAllocationGranularity(bytes, &raw const properties, minimum) }
     })?;
     Ok(bytes as u64)
 }
@@ -118,7 +118,7 @@ pub(super) fn reserve(size: u64) -> Result<DevicePtr> {
     let base = read(Call::ReserveRange, 0, |base| {
         // SAFETY: `base` is a local that outlives the call; alignment 0 and address 0 leave the choice to the driver,
         // and flags must be 0.
-        unsafe { sys::cuMemAddressReserve(base, size as usize, 0, 0, 0) }
+        unsafe { library::cuMemAddressReserve(base, size as usize, 0, 0, 0) }
     })?;
     Ok(DevicePtr(base))
 }
@@ -126,13 +126,13 @@ pub(super) fn reserve(size: u64) -> Result<DevicePtr> {
 /// Gives addresses back.
 pub(super) fn free_range(base: DevicePtr, size: u64) -> Result<()> {
     // SAFETY: The driver refuses a range that it did not reserve. The allocator guarantees that nothing uses it.
-    check(Call::FreeRange, unsafe { sys::cuMemAddressFree(base.0, size as usize) })
+    check(Call::FreeRange, unsafe { library::cuMemAddressFree(base.0, size as usize) })
 }
 
 fn create(properties: &CUmemAllocationProp, size: u64) -> Result<PhysicalHandle> {
     let handle = read(Call::CreateHandle, 0, |handle| {
         // SAFETY: Both pointers outlive the call, the properties are filled in whole, and flags must be 0.
-        unsafe { sys::cuMemCreate(handle, size as usize, properties, 0) }
+        unsafe { library::cuMemCreate(handle, size as usize, properties, 0) }
     })?;
     Ok(PhysicalHandle(handle))
 }
@@ -140,14 +140,14 @@ fn create(properties: &CUmemAllocationProp, size: u64) -> Result<PhysicalHandle>
 /// Gives a handle back.
 pub(super) fn release(handle: PhysicalHandle) -> Result<()> {
     // SAFETY: The handle came from `create`, the trait's only source of handles, and the allocator releases it once.
-    check(Call::ReleaseHandle, unsafe { sys::cuMemRelease(handle.0) })
+    check(Call::ReleaseHandle, unsafe { library::cuMemRelease(handle.0) })
 }
 
 /// Maps a whole handle.
 pub(super) fn map(address: DevicePtr, size: u64, handle: PhysicalHandle) -> Result<()> {
     // SAFETY: The driver refuses addresses outside a reservation and addresses that are mapped; the handle came from
     // `create` and is not released yet, which the allocator guarantees. Offset and flags must be 0.
-    check(Call::Map, unsafe { sys::cuMemMap(address.0, size as usize, 0, handle.0, 0) })
+    check(Call::Map, unsafe { library::cuMemMap(address.0, size as usize, 0, handle.0, 0) })
 }
 
 /// Lets devices read and write mapped addresses.
@@ -160,12 +160,12 @@ pub(super) fn set_access(address: DevicePtr, size: u64, devices: impl Iterator<I
         .collect();
     // SAFETY: The pointer and the count describe the list above, which outlives the call; the driver refuses addresses
     // that are not mapped.
-    check(Call::SetAccess, unsafe { sys::cuMemSetAccess(address.0, size as usize, access.as_ptr(), access.len()) })
+    check(Call::SetAccess, unsafe { library::cuMemSetAccess(address.0, size as usize, access.as_ptr(), access.len()) })
 }
 
 /// Removes mappings.
 pub(super) fn unmap(address: DevicePtr, size: u64) -> Result<()> {
     // SAFETY: The driver refuses what is not mapped. The allocator guarantees that no queued work touches the addresses
     // any more.
-    check(Call::Unmap, unsafe { sys::cuMemUnmap(address.0, size as usize) })
+    check(Call::Unmap, unsafe { library::cuMemUnmap(address.0, size as usize) })
 }
