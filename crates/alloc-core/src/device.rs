@@ -2,7 +2,7 @@
 //!
 //! This file is the cached path. [`DeviceState::malloc`] looks for a free block and hands it out; [`DeviceState::free`]
 //! takes it back. When nothing fits, [`ladder`](crate::ladder) says what to try; the plans for that are made in
-//! [`settle`](crate::settle) (events), [`backing`] (growth) and [`release`](crate::release).
+//! [`settle`](crate::settle) (events), [`backing`](crate::backing) (growth) and [`release`](crate::release).
 
 use crate::{
     backing::SpanTable,
