@@ -103,7 +103,7 @@ impl SimulatedGpu {
         if driver.is_forked() {
             return Err(SimError::Refused { operation: "malloc", status: Status::NotInitialized }.into());
         }
-        driver.touch_stream(stream)?;
+        driver.open_stream(stream)?;
         let pool = self.allocator.route(device, stream);
         let address = self.allocator.malloc(size, device, stream, pool)?;
         if let Some(address) = address {

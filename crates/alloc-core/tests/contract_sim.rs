@@ -51,7 +51,7 @@ impl Rig for SimRig {
         let mut next = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
         let handle = StreamHandle(*next);
         *next += 1;
-        self.on(device, |driver| driver.touch_stream(handle).expect("the simulator makes streams by name"));
+        self.on(device, |driver| driver.open_stream(handle).expect("the simulator makes streams by name"));
         Stream { device, handle }
     }
 

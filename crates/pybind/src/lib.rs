@@ -23,6 +23,7 @@ mod pickle;
 mod probe;
 mod process;
 mod replay;
+mod simulated_gpu;
 mod snapshot;
 
 use pyo3::prelude::*;
@@ -33,5 +34,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     config::add_to(module)?;
     extension::add_to(module)?;
-    replay::add_to(module)
+    replay::add_to(module)?;
+    simulated_gpu::add_to(module)
 }

@@ -283,3 +283,29 @@ fn devices_are_independent_and_streams_belong_to_the_current_one() {
     assert_eq!(gpu.driver().device_of(COMPUTE), second);
     gpu.close().unwrap();
 }
+
+#[test]
+fn memory_of_a_destroyed_streams_handle_is_safe_on_the_next_stream_of_that_handle() {
+    both_policies(|gpu| {
+        for _ in 0..3 {
+            let block = malloc(gpu, MIB, COMPUTE);
+            gpu.launch(COMPUTE, &[], &[block], 100).unwrap();
+            gpu.free(block, DEVICE).unwrap();
+            gpu.allocator().retire_stream(COMPUTE).unwrap();
+            gpu.destroy_stream(COMPUTE).unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_recorded_stream_that_was_destroyed_is_waited_for() {
+    both_policies(|gpu| {
+        let block = malloc(gpu, MIB, COMPUTE);
+        gpu.launch(COPY, &[], &[block], 100).unwrap();
+        gpu.destroy_stream(COPY).unwrap();
+        assert_eq!(gpu.record_stream(block, COPY).unwrap(), RecordOutcome::UnknownStream);
+        gpu.free(block, DEVICE).unwrap();
+        let next = malloc(gpu, MIB, COMPUTE);
+        gpu.launch(COMPUTE, &[], &[next], 100).unwrap();
+    });
+}

@@ -88,7 +88,7 @@ fn program_survives_the_failure_of_its_nth_call_for_every_n() {
         let options = SimOptions { devices: 2, capacity_bytes: 256 * MIB, ..SimOptions::default() };
         for nth in 1.. {
             let mut rig = Rig::on(config, options.clone());
-            rig.gpu.touch_stream(SIDE).expect("the stream can be made");
+            rig.gpu.open_stream(SIDE).expect("the stream can be made");
             rig.gpu.fail_nth(nth);
             program(&mut rig);
             let is_past_the_end = rig.gpu.pending_faults() > 0;

@@ -27,7 +27,7 @@ fn capture(rig: &mut Rig) -> alloc_core::driver::sim::GraphId {
 fn captured_memory_belongs_to_the_graph_until_its_pool_is_released() {
     for config in BOTH {
         let mut rig = Rig::new(config);
-        rig.gpu.touch_stream(SIDE).expect("the stream can be made");
+        rig.gpu.open_stream(SIDE).expect("the stream can be made");
         let graph = capture(&mut rig);
         rig.allocator.empty_cache().expect("the rest can be returned");
         assert_eq!(rig.reserved(), 20 * MIB, "a graph may run at any time");
@@ -47,7 +47,7 @@ fn captured_memory_belongs_to_the_graph_until_its_pool_is_released() {
 fn released_pool_is_returned_when_memory_runs_out() {
     for config in BOTH {
         let mut rig = Rig::new(config);
-        rig.gpu.touch_stream(SIDE).expect("the stream can be made");
+        rig.gpu.open_stream(SIDE).expect("the stream can be made");
         let graph = capture(&mut rig);
         rig.gpu.replay(graph, MAIN).expect("no race");
         rig.gpu.destroy_graph(graph).expect("it exists");
@@ -87,7 +87,7 @@ fn growth_polls_and_waits_during_a_capture_leave_it_intact() {
         rig.record_stream(block, SIDE);
         rig.write(SIDE, block);
         let capturing = alloc_core::id::StreamHandle(0x20);
-        rig.gpu.touch_stream(capturing).expect("the stream can be made");
+        rig.gpu.open_stream(capturing).expect("the stream can be made");
         rig.free(block);
         rig.gpu.begin_capture(capturing, CaptureMode::Global).expect("it can capture");
         rig.begin_pool(POOL, capturing);
@@ -105,7 +105,7 @@ fn growth_polls_and_waits_during_a_capture_leave_it_intact() {
 fn abandoned_capture_leaves_a_pool_that_can_be_returned() {
     for config in BOTH {
         let mut rig = Rig::new(config);
-        rig.gpu.touch_stream(SIDE).expect("the stream can be made");
+        rig.gpu.open_stream(SIDE).expect("the stream can be made");
         rig.begin_pool(POOL, SIDE);
         rig.gpu.begin_capture(SIDE, CaptureMode::Global).expect("it can capture");
         let block = rig.malloc(20 * MIB, SIDE);

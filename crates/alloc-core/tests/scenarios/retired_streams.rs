@@ -22,7 +22,7 @@ impl Rig {
 
     /// Gives the handle of the destroyed side stream to a new one, which is kept busy.
     fn reuse_side_handle(&self) {
-        self.gpu.touch_stream(SIDE).expect("the stream can be made");
+        self.gpu.open_stream(SIDE).expect("the stream can be made");
         self.gpu.launch(SIDE, &[], &[], 1_000_000).expect("it touches nothing");
     }
 
@@ -147,7 +147,7 @@ fn retired_stream_without_an_event_is_answered_for_by_a_device_synchronise() {
 fn released_pool_is_returned_after_one_of_its_streams_was_retired() {
     for config in BOTH {
         let mut rig = Rig::new(config);
-        rig.gpu.touch_stream(SIDE).expect("the stream can be made");
+        rig.gpu.open_stream(SIDE).expect("the stream can be made");
         let graph = capture(&mut rig);
         rig.gpu.replay(graph, MAIN).expect("no race");
         rig.gpu.destroy_graph(graph).expect("it exists");

@@ -47,7 +47,7 @@ impl Rig {
         stream: StreamHandle,
     ) -> Result<DevicePtr, AllocError> {
         if !stream.is_default() {
-            self.gpu.touch_stream(stream).expect("the stream can be made");
+            self.gpu.open_stream(stream).expect("the stream can be made");
         }
         let pool = self.allocator.route(device, stream);
         let result = self.allocator.malloc(size, device, stream, pool);

@@ -135,7 +135,7 @@ impl Oracle {
     ///
     /// An address at which no allocation was ever registered stands for itself alone.
     pub(super) fn resolve(&self, address: u64, kind: AccessKind) -> Result<Access, AllocationId> {
-        let bytes = address..address + 1;
+        let bytes = address..address.saturating_add(1);
         if let Some(id) = self.live_in(bytes.clone()) {
             return Ok(self.whole(id, kind));
         }

@@ -52,7 +52,7 @@ impl SimDriver {
             let is_capturing = is_capturing(simulation, stream, LAUNCH)?;
             let work = if is_capturing { Work::CapturedKernel(number) } else { Work::Kernel(number) };
             let accesses = resolve(simulation, stream, work, reads, writes)?;
-            let kernel_ns = duration_us * NANOSECONDS_PER_MICROSECOND;
+            let kernel_ns = duration_us.saturating_mul(NANOSECONDS_PER_MICROSECOND);
             if is_capturing {
                 simulation.capture(stream, work, &accesses, kernel_ns)
             } else {
@@ -114,7 +114,7 @@ impl SimDriver {
     pub fn advance(&self, duration_us: u64) -> Result<()> {
         self.program(WAIT, |simulation| {
             let now_ns = simulation.timeline.now_ns();
-            simulation.advance_to(now_ns + duration_us * NANOSECONDS_PER_MICROSECOND);
+            simulation.advance_to(now_ns.saturating_add(duration_us.saturating_mul(NANOSECONDS_PER_MICROSECOND)));
             Ok(())
         })
     }
@@ -122,7 +122,7 @@ impl SimDriver {
     /// Lets time pass until `time_us`, if that is later than now.
     pub fn advance_to(&self, time_us: u64) -> Result<()> {
         self.program(WAIT, |simulation| {
-            simulation.advance_to(time_us * NANOSECONDS_PER_MICROSECOND);
+            simulation.advance_to(time_us.saturating_mul(NANOSECONDS_PER_MICROSECOND));
             Ok(())
         })
     }
@@ -132,11 +132,19 @@ impl SimDriver {
         self.lock().timeline.now_ns() / NANOSECONDS_PER_MICROSECOND
     }
 
-    /// Makes sure that `stream` exists: for the allocator's calls, which only name it. If its handle is that of a
-    /// destroyed stream, the driver has given it to a new one.
-    pub fn touch_stream(&self, stream: StreamHandle) -> Result<()> {
+    /// Makes sure that `stream` is a live stream, a new one if it was destroyed: for a program that is about to use it.
+    pub fn open_stream(&self, stream: StreamHandle) -> Result<()> {
         self.note(|simulation| {
             simulation.program_stream(stream);
+            Ok(())
+        })
+    }
+
+    /// Makes sure that `stream` exists, unless it was destroyed: for calls that only name it.
+    pub fn touch_stream(&self, stream: StreamHandle) -> Result<()> {
+        self.note(|simulation| {
+            let device = simulation.current_device();
+            simulation.timeline.find_or_create(stream, device);
             Ok(())
         })
     }

@@ -204,7 +204,7 @@ impl Simulation {
             }
         }
         capture.captured.accesses.extend_from_slice(accesses);
-        capture.captured.duration_ns += duration_ns;
+        capture.captured.duration_ns = capture.captured.duration_ns.saturating_add(duration_ns);
         Ok(())
     }
 

@@ -259,7 +259,7 @@ impl Timeline {
         let stream_ends_at_ns = self.streams[stream.0].ends_at_ns;
         match self.lag_ns {
             Some(lag_ns) => stream_ends_at_ns.max(self.now_ns + lag_ns),
-            None => stream_ends_at_ns.max(self.now_ns) + duration_ns,
+            None => stream_ends_at_ns.max(self.now_ns).saturating_add(duration_ns),
         }
     }
 

@@ -202,7 +202,7 @@ fn a_driver_call_that_is_given_a_destroyed_stream_is_refused_and_a_violation() {
         assert_eq!(status(use_stream()), Status::InvalidHandle);
         let expected = Violation::DeadStream { call, stream: on_device(FIRST) };
         assert_eq!(violation(driver.check()), expected);
-        assert_eq!(violation(driver.touch_stream(FIRST)), expected, "the program hears of it at its next call");
+        assert_eq!(violation(driver.open_stream(FIRST)), expected, "the program hears of it at its next call");
         use_stream().expect("the handle names a new stream");
     }
 }
@@ -223,10 +223,10 @@ fn a_destroyed_streams_handle_names_a_new_stream_from_its_next_use_on() {
 #[test]
 fn a_new_stream_under_an_old_handle_belongs_to_the_device_that_is_current_then() {
     let driver = SimDriver::new(SimOptions { devices: 2, ..small() });
-    driver.touch_stream(FIRST).unwrap();
+    driver.open_stream(FIRST).unwrap();
     driver.destroy_stream(FIRST).unwrap();
     driver.set_current_device(DeviceId(1)).unwrap();
-    driver.touch_stream(FIRST).unwrap();
+    driver.open_stream(FIRST).unwrap();
     assert_eq!(driver.stream_device(FIRST).unwrap(), DeviceId(1));
 }
 
