@@ -152,7 +152,8 @@ impl Program {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(200))]
+    // A program that failed becomes a named test, not a seed in a file.
+    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn a_program_that_keeps_the_rules_meets_no_race(
