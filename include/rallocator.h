@@ -132,7 +132,7 @@ typedef struct rallocator_api {
   void *(*base_allocation)(void *address, size_t *size);
 
   /* See rallocator_begin_pool. A null `filter` accepts every stream. `release_context`, unless null, is called once
-   * when the filter is no longer needed, also if this call fails. */
+   * when the filter is no longer needed, also if this call fails; it may not call rallocator. */
   rallocator_status (*begin_pool)(int32_t device, uint64_t first, uint64_t second, rallocator_stream_filter filter,
                                   void *context, void (*release_context)(void *context));
   void (*end_pool)(int32_t device, uint64_t first, uint64_t second);

@@ -95,6 +95,7 @@ pub(crate) fn set_memory_fraction(device: i32, fraction: f64) -> Result<(), Fail
     }
     let backend = process::for_request()?;
     let device = device_id(device)?;
+    process::mark_in_use();
     guarded(|| Ok(backend.set_memory_fraction(device, fraction)?))
 }
 
@@ -121,6 +122,7 @@ pub(crate) fn begin_pool(device: i32, pool: PoolId, filter: StreamFilter) -> Res
     }
     let backend = process::for_request()?;
     let device = device_id(device)?;
+    process::mark_in_use();
     guarded(move || Ok(backend.begin_pool(device, pool, filter)?))
 }
 
