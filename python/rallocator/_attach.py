@@ -8,7 +8,7 @@ import warnings
 from dataclasses import dataclass
 
 from rallocator import _config, _core, _gpu, _torch
-from rallocator._size import parse_size
+from rallocator._sizes import parse_size
 from rallocator.errors import (
     BridgeError,
     ConfigError,
