@@ -72,7 +72,7 @@ def test_every_field_that_the_core_has_is_a_field_here() -> None:
         ("garbage_collection_threshold", 1.0, "between 0 and 1, both excluded"),
         ("garbage_collection_threshold", float("nan"), "between 0 and 1, both excluded"),
         ("per_process_memory_fraction", 1.5, "from 0 to 1"),
-        ("roundup_power2_divisions", 3, "a power of two, or a list"),
+        ("roundup_power2_divisions", 3, "a power of two up to 1048576, or a list"),
         ("peers", "some", "used or all or none"),
     ],
 )

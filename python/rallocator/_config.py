@@ -56,14 +56,14 @@ class Config:
     `large_segment_size_mb`. Default: equal to it. Torch: the same name."""
 
     garbage_collection_threshold: float | None = None
-    """A fraction of the memory limit, between 0 and 1, both excluded: above it, cached blocks that went unused longest
-    are given back before new memory is obtained. Default: off. Torch: the same name."""
+    """A fraction of the memory limit, between 0 and 1, both excluded: above it, cached segments that went unused
+    longest are given back before new memory is obtained. Policy "native" only. Default: off. Torch: the same name."""
 
     roundup_power2_divisions: int | str | None = None
-    """Into how many steps each power of two is divided; sizes are rounded up to the next step. A power of two for all
-    sizes, or as text a list of sizes in MiB with the divisions from there on, as "[256:1,512:2,>:8]". Default: off, so
-    that sizes are rounded up to 512 bytes only. Torch: the same name, but powers of two that a list skips are not
-    rounded there, and take the divisions of the next smaller one listed here."""
+    """Into how many steps each power of two is divided; sizes are rounded up to the next step. A power of two, up to
+    1048576, for all sizes, or as text a list of sizes in MiB with the divisions from there on, "[256:1,512:2,>:8]".
+    Default: off, so that sizes are rounded up to 512 bytes only. Torch: the same name, but powers of two that a list
+    skips are not rounded there, and take the divisions of the next smaller one listed here."""
 
     large_segment_size_mb: int | None = None
     """In MiB, above 10: the memory obtained at once for requests of 1 to 10 MiB. Default: 20. Torch: the same name,

@@ -24,9 +24,6 @@ use std::fmt;
 pub use error::ConfigError;
 pub use roundup::Roundup;
 
-/// Bytes in a MiB, the unit of every size in the text.
-const MIB: u64 = 1 << 20;
-
 macro_rules! named_choice {
     ($(#[$doc:meta])* $choice:ident { $($(#[$variant_doc:meta])* $variant:ident = $name:literal,)* }) => {
         $(#[$doc])*
@@ -95,8 +92,8 @@ pub struct Config {
     /// `max_non_split_rounding_mb`: by how much a block above `max_split_size` may exceed the request that it serves.
     /// At least `large_segment_size`, and by default equal to it.
     pub max_non_split_rounding: u64,
-    /// `garbage_collection_threshold`: above this fraction of the memory limit, cached blocks that went unused longest
-    /// are returned before new memory is obtained. Between 0 and 1, both excluded. Default: 0, which is off.
+    /// `garbage_collection_threshold`: above this fraction of the memory limit, cached segments that went unused longest
+    /// are returned before new memory is obtained; policy native only. Between 0 and 1, both excluded. Default: 0, off.
     pub garbage_collection_threshold: f64,
     /// `roundup_power2_divisions`: how coarsely sizes are rounded up. Default: not at all beyond 512 bytes.
     pub roundup_power2_divisions: Roundup,

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-use super::MIB;
 use super::grammar::Value;
+use crate::size::MIB;
 
 /// Divisions of each power of two into which sizes are rounded up (`roundup_power2_divisions`).
 ///
@@ -22,8 +22,8 @@ impl Roundup {
     pub const INTERVALS: usize = 16;
 
     /// What the setting takes, for messages.
-    pub(super) const EXPECTED: &str = "a power of two, or a list [size:divisions,…] with sizes in MiB, powers of two from \
-         1 to 32768, ascending, the last perhaps `>`, and divisions that are 0 or a power of two";
+    pub(super) const EXPECTED: &str = "a power of two up to 1048576, or a list [size:divisions,…] with sizes in MiB, powers \
+         of two from 1 to 32768, ascending, the last perhaps `>`, and divisions that are 0 or a power of two up to 1048576";
 
     /// A table of these divisions, each 0 or a power of two.
     #[cfg(test)]
@@ -94,13 +94,16 @@ impl fmt::Display for Roundup {
     }
 }
 
+/// At 32 GiB a step is then 32 KiB: finer is as good as not rounding, and a product with a block's 512 bytes stays small.
+const MAX_DIVISIONS: u64 = 1 << 20;
+
 fn interval_of(size_mib: u64) -> usize {
     size_mib.ilog2() as usize
 }
 
 /// An interval's divisions, if the text is such a number.
 fn divisions_of(text: &str) -> Option<u64> {
-    whole_number(text).filter(|&divisions| divisions == 0 || divisions.is_power_of_two())
+    whole_number(text).filter(|&divisions| divisions == 0 || divisions.is_power_of_two() && divisions <= MAX_DIVISIONS)
 }
 
 /// A number written in digits alone: no sign, no fraction.

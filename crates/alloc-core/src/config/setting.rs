@@ -3,7 +3,8 @@
 use super::error::ConfigError;
 use super::grammar::{self, Value};
 use super::roundup::{Roundup, whole_number};
-use super::{Config, MIB, Parsed, Peers, Policy};
+use super::{Config, Parsed, Peers, Policy};
+use crate::size::MIB;
 
 const POLICY: &str = "policy";
 const MAX_SPLIT_SIZE: &str = "max_split_size_mb";
