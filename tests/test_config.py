@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 
@@ -189,7 +190,7 @@ def test_of_torchs_variables_the_one_that_torch_reads_counts(
 def test_the_version_of_torch_is_known_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.9.0"}
     monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
-    monkeypatch.delitem(_config.sys.modules, "torch", raising=False)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
     assert sources(resolve(None, environ={"PYTORCH_ALLOC_CONF": "large_segment_size_mb:40"})) == {}
 
 
@@ -198,7 +199,7 @@ def test_without_torch_its_newest_rules_hold(monkeypatch: pytest.MonkeyPatch) ->
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    monkeypatch.delitem(_config.sys.modules, "torch", raising=False)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
     settings = resolve(None, environ={"PYTORCH_ALLOC_CONF": "large_segment_size_mb:40"})
     assert sources(settings) == {"large_segment_size_mb": ("40", "PYTORCH_ALLOC_CONF")}
 
