@@ -1,6 +1,6 @@
 """What an allocate + free pair costs the host through torch, on one allocator.
 
-usage: host_cost.py KIND --extension DIR [--json OUT]
+usage: python -m bench.gpu.host_cost KIND --extension DIR [--json OUT]
 
 DIR holds the module that `rawbench.py` builds. Run kinds in turn and compare ratios taken in one session.
 """
@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 
-from kinds import Kind, install
-from machine import describe
+from bench.gpu.kinds import Kind, install
+from bench.gpu.machine import describe
 
 KIB = 1 << 10
 MIB = 1 << 20

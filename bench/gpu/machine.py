@@ -1,6 +1,6 @@
 """What a measurement was taken on: printed as JSON when run, `describe()` when imported.
 
-usage: machine.py
+usage: python -m bench.gpu.machine
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-class Block(nn.Module):
+class Block(nn.Module):  # type: ignore[misc]
     """One transformer layer: causal attention, then a feed-forward part, each behind a layer norm.
 
     `rank` above zero adds a low-rank adapter to the attention's input projection.
@@ -48,7 +48,7 @@ class Block(nn.Module):
         return x + feed
 
 
-class GPT(nn.Module):
+class GPT(nn.Module):  # type: ignore[misc]
     """A decoder over integer tokens. `checkpointed` recomputes each layer's activations in the backward pass."""
 
     def __init__(
@@ -87,7 +87,7 @@ def _double_convolution(inputs: int, outputs: int) -> nn.Sequential:
     )
 
 
-class UNet(nn.Module):
+class UNet(nn.Module):  # type: ignore[misc]
     """An image-to-image network that halves the image three times and joins each level again on the way up."""
 
     def __init__(self, channels: int = 64, levels: int = 4) -> None:

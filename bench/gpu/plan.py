@@ -57,7 +57,7 @@ def _tests(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
         result = scratch / f"{name.replace(' ', '-')}.xml"
         command = (
             *(sys.executable, "-m", "pytest", "tests/gpu"),
-            *("-o", "addopts=", "-v", "-rfEs", "--tb=short", f"--junitxml={result}"),
+            *("-v", "-rfEs", f"--junitxml={result}"),
             *selection,
             *options.pytest,
         )
@@ -73,18 +73,18 @@ def _checksums(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
     length = ("--steps", str(options.checksum_steps)) if options.checksum_steps else ()
     for round_number, kind in ((1, NATIVE), (1, OURS), (2, NATIVE)):
         arguments = (*options.workload, "--deterministic", *length)
-        yield _bench("checksums", "workloads.py", kind, round_number, scratch, arguments)
+        yield _bench("checksums", "workloads", kind, round_number, scratch, arguments)
 
 
 def _workloads(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
     for round_number, kind in _alternating(options):
-        yield _bench("workloads", "workloads.py", kind, round_number, scratch, tuple(options.workload))
+        yield _bench("workloads", "workloads", kind, round_number, scratch, tuple(options.workload))
 
 
 def _host_cost(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
     arguments = ("--extension", str(rawbench_folder(scratch)))
     for round_number, kind in _alternating(options):
-        yield _bench("host_cost", "host_cost.py", kind, round_number, scratch, arguments)
+        yield _bench("host_cost", "host_cost", kind, round_number, scratch, arguments)
 
 
 def _alternating(options: argparse.Namespace) -> Iterator[tuple[int, str]]:
@@ -96,8 +96,8 @@ def _alternating(options: argparse.Namespace) -> Iterator[tuple[int, str]]:
         yield 1, kind
 
 
-def _bench(section: str, script: str, kind: str, round_number: int, scratch: Path, arguments: tuple[str, ...]) -> Step:
+def _bench(section: str, module: str, kind: str, round_number: int, scratch: Path, arguments: tuple[str, ...]) -> Step:
     result = scratch / f"{section}-{kind}-{round_number}.json"
-    command = (sys.executable, f"bench/gpu/{script}", kind, *arguments, "--json", str(result))
+    command = (sys.executable, "-m", f"bench.gpu.{module}", kind, *arguments, "--json", str(result))
     name = f"{section} {kind}, round {round_number}"
     return Step(section, name, command, limit_s=150, least_s=30, round=round_number, result=result)

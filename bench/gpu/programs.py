@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from models import GPT, UNet
 from torch import Tensor, nn
+
+from bench.gpu.models import GPT, UNet
 
 DEVICE = torch.device("cuda")
 
@@ -83,6 +84,7 @@ def kv_decode() -> Iterator[Tensor]:
             for _ in range(layers)
         ]
         query = torch.randn(batch, heads, 1, width, device=DEVICE, dtype=torch.bfloat16)
+        output = query
         for _ in range(shapes.randint(20, 60)):
             for layer in range(layers):
                 keys, values = cache[layer]

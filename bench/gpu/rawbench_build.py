@@ -1,6 +1,6 @@
 """Build rawbench.cpp into a module that `host_cost.py` loads: about a minute, with CUDA headers and a C++ compiler.
 
-usage: rawbench_build.py DIR
+usage: python -m bench.gpu.rawbench_build DIR
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Write docs/gpu-results.md from the raw results of the GPU sessions in docs/gpu-results/*.json.
 
-usage: report.py [--check] [--results DIR] [--page FILE]
+usage: python -m bench.gpu.report [--check] [--results DIR] [--page FILE]
 
 The page is never edited by hand: `session.py` writes the JSON, this writes the page, and `--check` fails where the two
 are out of step.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from comparison import (
+from bench.gpu.comparison import (
     Ratio,
     Results,
     checksums,

@@ -1,6 +1,7 @@
 """One session on a GPU machine: tests, the driver's contract, checksums and timings, in one bounded call.
 
-usage: session.py --out DIR [--sections tests,contract,checksums,workloads,host_cost] [--budget-s 540] [--commit HASH]
+usage: python -m bench.gpu.session --out DIR [--sections contract,tests,checksums,workloads,host_cost]
+                                   [--budget-s 540] [--commit HASH] ...
 
 Every step is a process of its own with a time limit, so that none can take the session down; steps that no longer fit
 into the budget are skipped, and the answer says so. What is compared alternates within the session (torch's allocator,
@@ -21,9 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from junit import read_junit
-from plan import SECTIONS, Step, plan, rawbench_folder
-from summary import summarize
+from bench.gpu.junit import read_junit
+from bench.gpu.plan import SECTIONS, Step, plan, rawbench_folder
+from bench.gpu.summary import summarize
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -61,7 +62,7 @@ class Session:
 
     def describe_machine(self) -> None:
         """Ask a process for what this machine is. It is also the first, slow import of torch."""
-        command = (sys.executable, "bench/gpu/machine.py")
+        command = (sys.executable, "-m", "bench.gpu.machine")
         answer = subprocess.run(
             _limited(command, 180), cwd=ROOT, env=self._environment, capture_output=True, text=True, check=False
         )
@@ -73,7 +74,7 @@ class Session:
 
     def start_build(self) -> subprocess.Popen[bytes]:
         """Build rawbench beside the first sections: it takes a minute of one core."""
-        command = (sys.executable, "bench/gpu/rawbench_build.py", str(rawbench_folder(self._scratch)))
+        command = (sys.executable, "-m", "bench.gpu.rawbench_build", str(rawbench_folder(self._scratch)))
         with (self._out / "rawbench.log").open("wb") as log:
             return subprocess.Popen(
                 _limited(command, 240), cwd=ROOT, env=self._environment, stdout=log, stderr=subprocess.STDOUT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from comparison import (
+from bench.gpu.comparison import (
     Ratio,
     Results,
     checksums,

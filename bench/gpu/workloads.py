@@ -1,6 +1,7 @@
 """Run the six workloads on one allocator: peaks, time per step and a checksum of each workload's last result.
 
-usage: workloads.py KIND [NAME ...] [--steps N] [--deterministic] [--cap-gib N] [--json OUT] [--trace DIR]
+usage: python -m bench.gpu.workloads KIND [NAME ...] [--steps N] [--deterministic] [--cap-gib N]
+                                     [--json OUT] [--trace DIR]
 
 Run kinds in turn, each in a process of its own, and compare within one session (`session.py` does). The checksums of
 two runs of one allocator differ where kernels add in no fixed order; `--deterministic` has torch choose kernels that do
@@ -25,12 +26,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kinds import Kind, Peaks, Subject, install
-from machine import describe
+from bench.gpu.kinds import Kind, Peaks, Subject, install
+from bench.gpu.machine import describe
 
 if TYPE_CHECKING:
-    from programs import Program
     from torch import Tensor
+
+    from bench.gpu.programs import Program
 
 GIB = 1 << 30
 
@@ -163,7 +165,7 @@ def make_deterministic() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.deterministic = True
     # Filling new tensors would hide a workload that reads what nobody wrote.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def main() -> int:
@@ -173,8 +175,9 @@ def main() -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, at its first handle.
     subject = install(options.kind)
 
-    import programs  # After install: it imports torch.
     import torch
+
+    from bench.gpu import programs  # After install: it imports torch.
 
     unknown = sorted(set(options.names) - set(programs.ALL))
     if unknown:

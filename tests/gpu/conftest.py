@@ -51,6 +51,7 @@ RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers of this folder."""
     for marker in (
+        "gpu: needs an NVIDIA GPU; skipped, with a count, where there is none",
         "drives_processes: runs in the collecting process and starts its own (tests/gpu)",
         "exclusive: watches the GPU's free memory or its timing, so nothing else may run there (tests/gpu)",
         "two_gpus: needs two GPUs (tests/gpu)",
@@ -60,12 +61,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, and give every test the time that a process may take."""
+    """Skip what this machine cannot run, and give every test of this folder the time that its processes may take."""
     if IN_CHILD:
         return  # The parent has looked already, and a child that forks must not have touched the driver.
     for item in items:
         if HERE not in item.path.parents:
             continue
+        item.add_marker(pytest.mark.gpu)
         reason = _reason_to_skip(2 if item.get_closest_marker("two_gpus") else 1)
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -100,14 +102,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _run_in_child(item: pytest.Function) -> None:
-    """Run one test by its node id, free of the outer run's options, warning filters and time limits."""
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "--tb=short", "--capture=no", "-p", "no:cacheprovider"]
-    command += ["-o", "addopts=", "-o", "filterwarnings=", item.nodeid]
-    if item.config.pluginmanager.hasplugin("timeout"):
-        command += ["-o", "timeout=0"]
+    """Run one test by its node id, under this folder's settings whatever those of the outer run are."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "--capture=no", "-p", "no:cacheprovider"]
+    command.append(f"{item.path.name}::{item.name}")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "RALLOCATOR_"))}
     environment[CHILD] = "1"
-    result = _run(command, environment, item.config.rootpath)
+    result = _run(command, environment, HERE)
     skipped = re.search(r"^SKIPPED \[1\] \S+ (.*)$", result.stdout, re.MULTILINE)
     if result.returncode == 0 and skipped:
         pytest.skip(skipped[1])
@@ -166,7 +166,7 @@ def run_python(tmp_path: Path) -> RunPython:
             file.write_text(textwrap.dedent(program), encoding="utf-8")
             command.append(str(file))
         result = _run(command, {**os.environ, **(environment or {})}, tmp_path)
-        print(_describe(result))  # pytest shows it where the test fails.
+        sys.stdout.write(_describe(result))  # pytest shows it where the test fails.
         if code is not None and result.returncode != code:
             pytest.fail(_describe(result), pytrace=False)
         return result

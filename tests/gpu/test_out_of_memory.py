@@ -66,7 +66,9 @@ def test_accelerate_halves_the_batch_until_it_fits(torch: Any, allocator: Any) -
     limit_memory(torch, 10 * GIB)
     tried: list[int] = []
 
-    @utils.find_executable_batch_size(starting_batch_size=32, reduce_batch_size_fn=lambda: tried[-1] // 2)
+    @utils.find_executable_batch_size(  # type: ignore[untyped-decorator]
+        starting_batch_size=32, reduce_batch_size_fn=lambda: tried[-1] // 2
+    )
     def train(batch_size: int) -> int:
         tried.append(batch_size)
         batch = torch.ones((batch_size, GIB), dtype=torch.uint8, device="cuda")

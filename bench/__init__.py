@@ -1,0 +1,1 @@
+"""Benches that need more than the simulated GPU."""
