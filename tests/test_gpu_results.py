@@ -1,0 +1,136 @@
+"""The tools around the GPU: the results page, the session's plan, and the tests that wait for a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 1 << 30
+
+
+def run_module(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a module of the repository as its documentation says, from the root."""
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def bench_run(section: str, kind: str, number: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """One run as `session.py` keeps it."""
+    return {"section": section, "kind": kind, "round": number, "most_steps": 12, "rows": rows}
+
+
+def workload_row(kind: str, checksum: float, digest: str, ms: float, reserved_gib: float) -> dict[str, Any]:
+    """One workload's raw row."""
+    peaks = {"allocated_bytes": 2 * GIB, "active_bytes": 2 * GIB, "reserved_bytes": int(reserved_gib * GIB)}
+    return {
+        "workload": "moe",
+        "kind": kind,
+        "peaks": peaks,
+        "ms_per_step": ms,
+        "last_value": checksum,
+        "checksum": checksum,
+        "digest": digest,
+        "error": "",
+    }
+
+
+@pytest.fixture
+def results() -> dict[str, Any]:
+    """Return a small session with one of everything."""
+    ours = "rallocator-pluggable"
+    return {
+        "schema": 1,
+        "command": "session.py --out out",
+        "commit": "0123abc",
+        "machine": {"date": "2026-11-29T12:00:00+00:00", "gpu": "NVIDIA H200", "gpu_count": 1, "driver": "580.1"},
+        "steps": [
+            {"section": "tests", "name": "tests", "outcome": "timed out", "seconds": 240.0, "detail": "code 124"}
+        ],
+        "tests": [
+            {"name": "test_exit::test_exit_is_clean[x]", "outcome": "passed", "seconds": 7.1, "message": ""},
+            {"name": "test_exit::test_y", "outcome": "failed", "seconds": 7.1, "message": "a | b\nmore"},
+        ],
+        "contract": {"exit_code": 0, "output": ["83 clauses hold"]},
+        "runs": [
+            bench_run("checksums", "native", 1, [workload_row("native", 1.0, "aa", 5.0, 3.0)]),
+            bench_run("checksums", ours, 1, [workload_row(ours, 1.25, "bb", 5.0, 3.0)]),
+            bench_run("checksums", "native", 2, [workload_row("native", 1.5, "cc", 5.0, 3.0)]),
+            bench_run("workloads", "native", 1, [workload_row("native", 1.0, "aa", 8.0, 4.0)]),
+            bench_run("workloads", ours, 1, [workload_row(ours, 1.0, "aa", 4.0, 3.0)]),
+            bench_run("host_cost", "native", 1, [{"measure": "pair", "kind": "native", "nanoseconds": 400.0}]),
+            bench_run("host_cost", ours, 1, [{"measure": "pair", "kind": ours, "nanoseconds": 100.0}]),
+        ],
+    }
+
+
+def write_page(results: dict[str, Any], folder: Path) -> tuple[str, list[str]]:
+    """Write the page for one session. Returns it, and the options that name its files."""
+    (folder / "one.json").write_text(json.dumps(results))
+    options = ["--results", str(folder), "--page", str(folder / "page.md")]
+    answer = run_module("bench.gpu.report", *options)
+    assert answer.returncode == 0, answer.stderr
+    return (folder / "page.md").read_text(), options
+
+
+def test_results_page_follows_from_the_raw_results() -> None:
+    answer = run_module("bench.gpu.report", "--check")
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_edited_page_is_found_out_of_step(results: dict[str, Any], tmp_path: Path) -> None:
+    page, options = write_page(results, tmp_path)
+    assert run_module("bench.gpu.report", "--check", *options).returncode == 0
+    (tmp_path / "page.md").write_text(page.replace("0.250", "0.240"))
+    assert run_module("bench.gpu.report", "--check", *options).returncode == 1
+
+
+def test_page_sets_ours_beside_torchs(results: dict[str, Any], tmp_path: Path) -> None:
+    page, _ = write_page(results, tmp_path)
+    assert "| commit | `0123abc` |" in page
+    assert "| moe | 1 and 1.5 | 0.5 | 1.25 | 0.25 | within the spread |" in page
+    assert "| ms per step | moe | 8.0 | 4.0 | 0.500 | 0.500 |" in page
+    assert "| reserved GiB | moe | 4.00 | 3.00 | 0.750 | 0.750 |" in page
+    assert "| pair | 400 | 100 | 0.250 | 0.250 |" in page
+    assert "| exit is clean (x) | passed | 7.1 |  |" in page
+    assert "1 passed, 1 failed." in page
+    assert "timed out" in page
+
+
+@pytest.mark.parametrize(
+    ("ours", "digest", "verdict"),
+    [(1.0, "aa", "same bits"), (1.9, "bb", "within the spread"), (2.1, "bb", "outside the spread")],
+)
+def test_checksum_is_judged_by_the_spread_of_torchs_own_runs(
+    results: dict[str, Any], tmp_path: Path, ours: float, digest: str, verdict: str
+) -> None:
+    results["runs"][1]["rows"][0].update(checksum=ours, digest=digest)
+    page, _ = write_page(results, tmp_path)
+    assert f"{verdict} |" in page
+
+
+def test_plan_alternates_the_allocators() -> None:
+    answer = run_module("bench.gpu.session", "--out", "unused", "--sections", "workloads", "--rounds", "2", "--plan")
+    kinds = re.findall(r"bench\.gpu\.workloads (\S+)", answer.stdout)
+    assert kinds == ["native", "rallocator-pluggable", "native", "rallocator-pluggable", "expandable"]
+
+
+def test_gpu_tests_are_skipped_with_a_count_and_a_reason_where_there_is_no_gpu() -> None:
+    answer = run_module("pytest", "tests/gpu", "-q", "-rs", "-p", "no:cacheprovider", CUDA_VISIBLE_DEVICES="")
+    assert answer.returncode == 0, answer.stdout
+    assert re.search(r"^\d+ skipped in", answer.stdout.splitlines()[-1]), answer.stdout
+    assert "needs 1 NVIDIA GPU, this machine has 0" in answer.stdout
+    assert "needs 2 NVIDIA GPUs, this machine has 0" in answer.stdout
