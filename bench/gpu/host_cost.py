@@ -113,7 +113,7 @@ def main() -> int:
             "schema": 1,
             "bench": "host_cost",
             "kind": options.kind.value,
-            "command": " ".join(sys.argv),
+            "command": " ".join(["python -m bench.gpu.host_cost", *sys.argv[1:]]),
             "machine": describe(),
             "rows": [asdict(row) for row in rows],
         }

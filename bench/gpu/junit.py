@@ -24,11 +24,18 @@ def _entry(case: ElementTree.Element) -> dict[str, object]:
     for tag, meaning in (("failure", "failed"), ("error", "error"), ("skipped", "skipped")):
         found = case.find(tag)
         if found is not None:
-            outcome, message = meaning, found.get("message", "")
+            outcome, message = meaning, _gist(f"{found.get('message', '')}\n{found.text or ''}")
             break
     return {
         "name": f"{case.get('classname', '')}::{case.get('name', '')}".removeprefix("tests.gpu."),
         "outcome": outcome,
         "seconds": round(float(case.get("time", "0")), 1),
-        "message": message[:300],
+        "message": message,
     }
+
+
+def _gist(text: str) -> str:
+    """Pick the line that says most: the first error that pytest marks with an E, of a child process too."""
+    lines = text.splitlines()
+    marked = [line.removeprefix("E").strip() for line in lines if line.startswith("E  ")]
+    return (marked or [line for line in lines if line.strip()] or [""])[0][:300]

@@ -83,7 +83,8 @@ def section(name: str, results: Results) -> str:
 
 def _heading(name: str, results: Results) -> str:
     machine: dict[str, Any] = results["machine"] or {}
-    title = f"{machine.get('date', 'Unknown date')[:10]}, {machine.get('gpu_count', '?')} × {machine.get('gpu', '?')}"
+    date = machine["date"][:10] if machine else "Unknown date"
+    title = f"{date}, {machine.get('gpu_count', '?')} × {machine.get('gpu', 'GPU')}"
     rows = [
         ["commit", f"`{results['commit']}`"],
         ["rallocator", machine.get("rallocator", "unknown")],

@@ -31,6 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # Seconds kept back at the end of the budget for writing results and printing the table.
 RESERVE_S = 10
 
+# pytest's exit code where its options leave no test to run, as they may for one of the two runs.
+NO_TEST_SELECTED = 5
+
 
 class Session:
     """Runs steps against one deadline and keeps what they answer."""
@@ -43,7 +46,7 @@ class Session:
         self._environment = dict(os.environ, PYTHONUNBUFFERED="1", RALLOCATOR_COMMIT=options.commit)
         self.results: dict[str, Any] = {
             "schema": 1,
-            "command": " ".join(sys.argv),
+            "command": " ".join(["python -m bench.gpu.session", *sys.argv[1:]]),
             "commit": options.commit,
             "machine": None,
             "steps": [],
@@ -104,8 +107,12 @@ class Session:
                 log.write(f"{error}\n".encode())
                 code = 127
         outcome = {0: "done", 124: "timed out", 137: "timed out"}.get(code, "failed")
+        if step.section == "tests" and code == NO_TEST_SELECTED:
+            outcome = "done"
         self._keep(step, code)
         self._note(step, outcome, time.monotonic() - started, f"exit code {code}")
+        if outcome != "done":
+            self.print_log_end(step.section, 600)
 
     def _keep(self, step: Step, code: int) -> None:
         """Take in what the step wrote, also if it failed half-way."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from bench.gpu.comparison import (
     Ratio,
     Results,
@@ -21,10 +23,12 @@ def summarize(results: Results) -> str:
         counts = count_outcomes(results)
         lines.append("tests: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
         lines += [
-            f"  {test['outcome']:7s} {test['name']}: {test['message'].splitlines()[0] if test['message'] else ''}"
+            f"  {test['outcome']:7s} {test['name']}: {test['message'][:160]}"
             for test in results["tests"]
-            if test["outcome"] != "passed"
+            if test["outcome"] in {"failed", "error"}
         ]
+        reasons = Counter(test["message"] for test in results["tests"] if test["outcome"] == "skipped")
+        lines += [f"  {count} skipped: {reason}" for reason, count in reasons.items()]
     if results["contract"]:
         lines.append(f"contract: exit code {results['contract']['exit_code']}")
     for comparison in checksums(results):

@@ -209,7 +209,7 @@ def write_json(options: argparse.Namespace, rows: Sequence[Row]) -> None:
         "schema": 1,
         "bench": "workloads",
         "kind": options.kind.value,
-        "command": " ".join(sys.argv),
+        "command": " ".join(["python -m bench.gpu.workloads", *sys.argv[1:]]),
         "deterministic": options.deterministic,
         "most_steps": options.steps,
         "cap_gib": options.cap_gib,
