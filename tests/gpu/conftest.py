@@ -107,6 +107,7 @@ def _run_in_child(item: pytest.Function) -> None:
     command.append(f"{item.path.name}::{item.name}")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "RALLOCATOR_"))}
     environment[CHILD] = "1"
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # Other packages' plugins import much, on some machines jax.
     result = _run(command, environment, HERE)
     skipped = re.search(r"^SKIPPED \[1\] \S+ (.*)$", result.stdout, re.MULTILINE)
     if result.returncode == 0 and skipped:
