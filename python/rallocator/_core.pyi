@@ -138,3 +138,65 @@ class SimulatedGpu:
     def empty_cache(self) -> None: ...
     def check(self) -> None: ...
     def close(self) -> None: ...
+
+def devices() -> list[tuple[int, str]]:
+    """Ask the driver for the GPUs of this machine. It is initialised by this, so that forked children cannot use a GPU.
+
+    Returns:
+        For each its bytes of memory, and why its memory cannot be mapped; "" where it can.
+
+    Raises:
+        RuntimeError: the driver is missing, or failed; the message names the call and the status.
+    """
+
+@final
+class PickleScanner:
+    """Looks through a pickle, chunk by chunk, for anything that a memory snapshot does not hold."""
+
+    def __new__(cls) -> PickleScanner: ...
+    def feed(self, chunk: bytes) -> int | None:
+        """Look at the next bytes.
+
+        Returns:
+            The pickle's length in bytes once its end was seen; None before. What follows the end is not looked at.
+
+        Raises:
+            ValueError: an opcode, a length or an index that no memory snapshot has; the message names its position.
+        """
+
+def replay(
+    *,
+    kinds: list[int],
+    allocations: list[int],
+    sizes: list[int],
+    streams: list[int],
+    pools: list[int],
+    times_us: list[int],
+    uses_end_us: list[int],
+    policy: str,
+    config: str,
+    budget_bytes: int | None,
+    lag_us: int,
+) -> dict[str, Any]:
+    """Replay steps on a simulated GPU. Other Python threads run meanwhile.
+
+    Arguments:
+        kinds: with the next six, the columns of `rallocator._replay.steps.Steps`.
+        allocations: see there, as for all columns.
+        sizes: bytes.
+        streams: numbers, of which 0 is the default stream.
+        pools: numbers, of which 0 is the default pool.
+        times_us: microseconds, never falling.
+        uses_end_us: microseconds, on the same clock.
+        policy: the policy to replay under; the one in `config` does not count.
+        config: settings, in torch's grammar.
+        budget_bytes: bytes that may be reserved; None for as many as it takes.
+        lag_us: microseconds after it was queued that work is taken to end.
+
+    Returns:
+        The figures of `rallocator._replay.ReplayRow` by their names.
+
+    Raises:
+        ValueError: there is no such policy, or a column is wrong.
+        RuntimeError: the allocator failed for another reason than lack of memory: a defect in it.
+    """

@@ -14,6 +14,7 @@
 
 mod backend;
 mod config;
+mod devices;
 mod extension;
 mod failure;
 #[expect(unsafe_code, reason = "the C boundary: raw pointers come in, and exported names are unsafe attributes")]
@@ -33,6 +34,7 @@ use pyo3::prelude::*;
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     config::add_to(module)?;
+    devices::add_to(module)?;
     extension::add_to(module)?;
     replay::add_to(module)?;
     simulated_gpu::add_to(module)

@@ -67,15 +67,16 @@ enum Argument {
 /// What follows `opcode` and whether it makes an object; `None` if no snapshot holds it.
 fn shape(opcode: u8) -> Option<(Argument, bool)> {
     Some(match opcode {
-        // PROTO, then FRAME (whose length only groups reads).
-        0x80 => (Argument::Fixed(1), false),
-        0x95 => (Argument::Fixed(8), false),
-        // MARK and DUP grow the stack.
-        b'(' | b'2' => (Argument::None, true),
         // POP, POP_MARK, APPEND, APPENDS, SETITEM, SETITEMS, MEMOIZE.
         b'0' | b'1' | b'a' | b'e' | b's' | b'u' | 0x94 => (Argument::None, false),
-        // NONE, NEWTRUE, NEWFALSE, then lists, dictionaries and tuples.
-        b'N' | 0x88 | 0x89 | b']' | b'l' | b'}' | b'd' | b')' | b't' | 0x85..=0x87 => (Argument::None, true),
+        // MARK and DUP, which grow the stack; constants, lists, dictionaries and tuples.
+        b'(' | b'2' | b'N' | 0x88 | 0x89 | b']' | b'l' | b'}' | b'd' | b')' | b't' | 0x85..=0x87 => {
+            (Argument::None, true)
+        }
+        // PROTO; BINGET and LONG_BINGET, whose wrong places Python reports; FRAME, whose length only groups reads.
+        0x80 | b'h' => (Argument::Fixed(1), false),
+        b'j' => (Argument::Fixed(4), false),
+        0x95 => (Argument::Fixed(8), false),
         // BININT1, BININT2, BININT, BINFLOAT, LONG1.
         b'K' => (Argument::Fixed(1), true),
         b'M' => (Argument::Fixed(2), true),
@@ -86,9 +87,6 @@ fn shape(opcode: u8) -> Option<(Argument, bool)> {
         0x8c => (Argument::Text(1), true),
         b'X' => (Argument::Text(4), true),
         0x8d => (Argument::Text(8), true),
-        // BINGET, LONG_BINGET: a wrong place is an error that Python reports.
-        b'h' => (Argument::Fixed(1), false),
-        b'j' => (Argument::Fixed(4), false),
         // BINPUT, LONG_BINPUT.
         b'q' => (Argument::MemoIndex(1), false),
         b'r' => (Argument::MemoIndex(4), false),

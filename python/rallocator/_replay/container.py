@@ -106,7 +106,7 @@ class _Xz:
         return not self._decoder.eof and not self._decoder.needs_input
 
 
-def _members(packed: Iterator[bytes], decoder_type: type[_Gzip] | type[_Xz]) -> Iterator[bytes]:
+def _members(packed: Iterator[bytes], decoder_type: type[_Gzip | _Xz]) -> Iterator[bytes]:
     """Unpack one member after another: both formats allow several, and zero bytes after the last."""
     decoder = decoder_type()
     begun = False

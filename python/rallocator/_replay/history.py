@@ -1,7 +1,7 @@
 """Turns a recorded history into the steps of a replay.
 
-Only events of blocks count. What torch's allocator did to serve them (`segment_*`) is what a replay is to find out anew,
-so those events could as well be absent. Addresses are names: a free is of the block whose address it bears, and nothing
+Only events of blocks count. What torch's allocator did to serve them (`segment_*`) is what a replay is to find out, so
+those events could as well be absent. Addresses are names: a free is of the block whose address it bears, and nothing
 else is read out of them.
 """
 
@@ -25,7 +25,7 @@ MAX_STREAMS = 4096
 BLOCK_ACTIONS = frozenset({"alloc", "free_requested", "free_completed", "free", "oom"})
 """Events of blocks. `free` is what torch's viewer makes of a pair; `oom` is an allocation that failed."""
 
-STATE_ONLY = "a state without a history: it was recorded without events of allocations and frees"
+STATE_ONLY = "a state without a history of allocations and frees"
 NO_FREES = "recorded without events of frees, so that nothing tells when a block ended"
 NO_ALLOCATIONS = "recorded without events of allocations, so that nothing tells when a block began"
 
@@ -109,7 +109,9 @@ class _Walk:
         self._addresses = [trace.addresses[index] for index in chosen]
         self._sizes = [trace.sizes[index] for index in chosen]
         self._raw_streams = [trace.streams[index] for index in chosen]
-        self._times_us = _times_us(None if trace.times_us is None else [trace.times_us[index] for index in chosen], chosen)
+        self._times_us = _times_us(
+            None if trace.times_us is None else [trace.times_us[index] for index in chosen], chosen
+        )
         pools = [trace.pools[index] for index in chosen]
         self._pools = infer_pools(segments, self._actions, self._addresses, self._raw_streams, pools)
 
@@ -121,15 +123,18 @@ class _Walk:
         """Blocks that were there before the first event, and were freed in the recording."""
         self._live: dict[int, int] = {}
         """Allocations by address."""
-        self._waiting: set[int] = set()
-        """Addresses whose free was requested and has not completed."""
+        self._waiting: dict[int, int | None] = {}
+        """Addresses whose free was requested and has not completed: the step that is to know when it does, if any."""
         self._freed_older: set[int] = set()
         self._frees_without_block = 0
         self._replaced = 0
 
     def run(self) -> Steps:
-        """Return the steps of the whole recording. Blocks that are older than it come first, in a fixed order: those
-        that outlived it as the final segments list them, then the others as they were freed."""
+        """Return the steps of the whole recording.
+
+        Blocks that are older than it come first: those that outlived it, as the final segments list them, then the
+        others in the order in which they were freed. This order does not depend on addresses.
+        """
         completions_recorded = "free_completed" in self._actions
         for index, (action, address) in enumerate(zip(self._actions, self._addresses, strict=True)):
             if action == "alloc":
@@ -137,14 +142,19 @@ class _Walk:
             elif action == "oom":
                 self._steps.add(Kind.TRY, 0, *self._request(index))
             elif action == "free_completed" and address in self._waiting:
-                self._waiting.discard(address)
+                self._complete(address, self._times_us[index])
+            elif action == "free_requested" and completions_recorded:
+                # The completion follows at once unless the block waits for another stream.
+                elsewhere = not self._merged and not self._completes_next(index, address)
+                self._free(index, address, Kind.FREE_USED_ELSEWHERE if elsewhere else Kind.FREE)
+                self._waiting[address] = len(self._steps.kinds) - 1 if elsewhere else None
             else:
-                # The completion follows at once unless the block waited for another stream.
-                waits = action == "free_requested" and completions_recorded
-                self._free(index, address, elsewhere=waits and not self._completes_next(index, address))
-                if waits:
-                    self._waiting.add(address)
-        return self._outlived().followed_by(self._older).followed_by(self._steps)
+                self._free(index, address, Kind.FREE)
+        outlived = self._outlived()
+        for address in list(self._waiting):
+            # Torch had not seen the other stream's work end when the recording did.
+            self._complete(address, self._times_us[-1] + 1)
+        return outlived.followed_by(self._older).followed_by(self._steps)
 
     def missing_kinds(self) -> str | None:
         """Return why the events are no history, if whole kinds of them were left out (`skip_actions`, torch 2.11)."""
@@ -161,13 +171,19 @@ class _Walk:
         if address in self._live:
             # Its free is not in the recording, but nothing else can have happened to it.
             self._replaced += 1
-            self._free(index, address, elsewhere=False)
-        self._waiting.discard(address)
+            self._free(index, address, Kind.FREE)
+        self._complete(address, self._times_us[index])
         self._freed_older.discard(address)
         self._live[address] = self._number()
         self._steps.add(Kind.ALLOCATE, self._live[address], *self._request(index))
 
-    def _free(self, index: int, address: int, *, elsewhere: bool) -> None:
+    def _complete(self, address: int, time_us: int) -> None:
+        """Note that a block is no longer in use by other streams."""
+        step = self._waiting.pop(address, None)
+        if step is not None:
+            self._steps.uses_end_us[step] = time_us
+
+    def _free(self, index: int, address: int, kind: Kind) -> None:
         allocation = self._live.pop(address, None)
         if allocation is None:
             if address in self._freed_older:
@@ -177,7 +193,6 @@ class _Walk:
             self._freed_older.add(address)
             size, stream, pool, _ = self._request(index)
             self._older.add(Kind.ALLOCATE, allocation, size, stream, pool, 0)
-        kind = Kind.FREE_USED_ELSEWHERE if elsewhere and not self._merged else Kind.FREE
         self._steps.add(kind, allocation, 0, 0, 0, self._times_us[index])
 
     def _completes_next(self, index: int, address: int) -> bool:

@@ -28,9 +28,7 @@ def infer_pools(
         for address in segment.addresses
         if segment.pool != DEFAULT_POOL
     }
-    ends = {
-        (segment.stream, block.address): segment.pool for segment in segments for block in segment.active
-    }
+    ends = {(segment.stream, block.address): segment.pool for segment in segments for block in segment.active}
     places.update(ends)
     if all(pool == DEFAULT_POOL for pool in places.values()):
         return pools

@@ -68,7 +68,7 @@ class ReplayRow:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """The rows of one file: its devices in order, and for each the policies in the order in which they were asked for."""
+    """The rows of one file: its devices in order, and for each the policies in the order that was asked for."""
 
     rows: tuple[ReplayRow, ...]
 

@@ -14,13 +14,16 @@ from rallocator._replay.history import History, Streams, histories
 from rallocator._replay.result import ReplayResult, ReplayRow
 from rallocator._replay.snapshot import read_snapshot
 from rallocator._sizes import parse_size
-from rallocator.errors import ConfigError, SnapshotError
+from rallocator.errors import ConfigError, RallocatorError
 
 POLICIES = ("native", "expandable")
 """The policies that a history can be replayed under."""
 
 DEFAULT_LAG_MS = 20.0
 """How long after it was queued work is taken to end: a training step's worth of kernels in front of the GPU."""
+
+DECIDED_ELSEWHERE = frozenset({"policy", "per_process_memory_fraction", "history_limit", "peers"})
+"""Settings that are the replay's own business: the policy is named for each, and a budget is its memory limit."""
 
 MAX_LAG_MS = 1e9
 """The longest lag that is accepted, about eleven days."""
@@ -60,10 +63,8 @@ class ReplaySettings:
             budget_bytes = None if budget is None else parse_size(budget)
         except ValueError as error:
             raise ConfigError(f"budget: {error}") from error
-        try:
-            without_effect = tuple(_core.check_replay_config(config or ""))
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        parsed = _core.parse_config(config or "")
+        without_effect = (*parsed.inert, *(key for key, _ in parsed.given if key in DECIDED_ELSEWHERE))
         unique = tuple(dict.fromkeys(names))
         lag_us = round(lag_ms * 1000)
         return ReplaySettings(unique, budget_bytes, config or "", Streams(streams), lag_us, without_effect)
@@ -101,13 +102,16 @@ class ReplayJob:
                 streams=steps.streams,
                 pools=steps.pools,
                 times_us=steps.times_us,
+                uses_end_us=steps.uses_end_us,
                 policy=self.policy,
                 config=self.settings.config,
                 budget_bytes=self.settings.budget_bytes,
                 lag_us=self.settings.lag_us,
             )
-        except ValueError as error:
-            raise SnapshotError(f"device {history.device} cannot be replayed: {error}") from error
+        except RuntimeError as error:
+            raise RallocatorError(
+                f"a defect of rallocator: replaying {self.file}, device {history.device}, under {self.policy}: {error}"
+            ) from error
         return dataclasses.replace(row, **figures)
 
 
@@ -118,9 +122,7 @@ def jobs(path: str | os.PathLike[str], settings: ReplaySettings) -> list[ReplayJ
         SnapshotError: the file is unreadable, damaged, or no snapshot.
     """
     found = histories(read_snapshot(Path(path)), settings.streams)
-    return [
-        ReplayJob(os.fspath(path), history, policy, settings) for history in found for policy in settings.policies
-    ]
+    return [ReplayJob(os.fspath(path), history, policy, settings) for history in found for policy in settings.policies]
 
 
 def replay(

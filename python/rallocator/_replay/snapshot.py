@@ -164,7 +164,7 @@ def _trace(entries: Sequence[object], device: int) -> Trace:
         address, stream = entry.get("addr", 0), entry.get("stream", 0)
         if type(action) is not str:
             raise SnapshotError(f"{_event(device, index)}: action is not text")
-        # `type() is int` and not isinstance: True is no size. An oom event asks for any amount, so only its sign counts.
+        # `type() is int` and not isinstance: True is no size. An oom event may have asked for any amount.
         if type(size) is not int or (size not in size_range and not (action == "oom" and size > 0)):
             _integer(size, size_range, f"{_event(device, index)}: size")
         if type(address) is not int or address not in _ADDRESS_RANGE:

@@ -12,7 +12,7 @@ class Kind(enum.IntEnum):
     ALLOCATE = 0
     FREE = 1
     FREE_USED_ELSEWHERE = 2
-    """The free of a block that another stream had used too: it is reusable only once that stream's work has ended."""
+    """The free of a block that another stream uses too: it is reusable only once that stream's work has ended."""
     TRY = 3
     """An allocation that failed when it was recorded: tried where memory is limited, and given back at once."""
 
@@ -32,6 +32,8 @@ class Steps:
     """The private pool's number, from 1 in order of appearance; 0 is the default pool."""
     times_us: list[int] = field(default_factory=list)
     """Microseconds since the first event; never falling."""
+    uses_end_us: list[int] = field(default_factory=list)
+    """When the other stream's work ends, on the same clock; 0 for all but `Kind.FREE_USED_ELSEWHERE`."""
 
     def add(self, kind: Kind, allocation: int, size: int, stream: int, pool: int, time_us: int) -> None:
         """Append one step."""
@@ -41,6 +43,7 @@ class Steps:
         self.streams.append(stream)
         self.pools.append(pool)
         self.times_us.append(time_us)
+        self.uses_end_us.append(0)
 
     def followed_by(self, later: Steps) -> Steps:
         """Return these steps and then the later ones."""
@@ -51,4 +54,5 @@ class Steps:
             self.streams + later.streams,
             self.pools + later.pools,
             self.times_us + later.times_us,
+            self.uses_end_us + later.uses_end_us,
         )

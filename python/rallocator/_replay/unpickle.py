@@ -17,10 +17,10 @@ _FIRST_BYTES = b"\x80(]})"
 class _RefusingUnpickler(pickle.Unpickler):
     """Python's own unpickler, with every way out of plain data closed."""
 
-    def find_class(self, module: str, name: str) -> NoReturn:
+    def find_class(self, module: str, name: str) -> NoReturn:  # noqa: ARG002 — whatever the name, it is refused.
         raise SnapshotError("names a Python object, which a memory snapshot never does")
 
-    def persistent_load(self, pid: object) -> NoReturn:
+    def persistent_load(self, pid: object) -> NoReturn:  # noqa: ARG002 — as above.
         raise SnapshotError("names an outside object, which a memory snapshot never does")
 
 
@@ -64,7 +64,7 @@ def _load_checked(content: bytearray) -> object:
     except MemoryError as error:
         raise SnapshotError("holds more than fits in this machine's memory") from error
     except Exception as error:
-        # The unpickler reports damage as whatever its opcodes ran into: ValueError, IndexError, AttributeError and more.
+        # The unpickler reports damage as whatever its opcodes ran into: ValueError, IndexError, AttributeError, ….
         raise SnapshotError(f"damaged pickle: {_one_line(error)}") from error
 
 

@@ -1,0 +1,329 @@
+"""Replaying recorded histories: the figures that torch itself had, and what must not change them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.histories import GIB, MIB, TRACES, event, free, load, segment, write, write_history
+
+import rallocator
+from rallocator._replay import ReplayResult, ReplayRow
+from rallocator.errors import ConfigError, SnapshotError
+
+HISTORIES = (
+    "gpt_varlen",
+    "lora_checkpoint",
+    "kv_decode",
+    "moe",
+    "frames",
+    "fsdp1_streams",
+    "graphs",
+    "oom_fragmented",
+    "expandable_capped",
+)
+
+FIELDS = {
+    "schema",
+    "file",
+    "device",
+    "policy",
+    "replayable",
+    "reason",
+    "events",
+    "peak_requested",
+    "peak_allocated",
+    "peak_active",
+    "peak_reserved",
+    "peak_device",
+    "utilization",
+    "ooms",
+    "retries",
+    "host_waits",
+    "host_wait_us",
+    "gpu_waits",
+    "driver_calls",
+    "driver_time_us",
+    "handles_moved",
+    "peak_address_bytes",
+    "minimum_budget",
+    "recorded_peak_reserved",
+}
+
+
+@functools.cache
+def replayed(name: str, **options: Any) -> dict[str, ReplayRow]:
+    """The rows of a real history, by policy."""
+    rows = rallocator.replay(TRACES / f"{name}.pickle.xz", **options).rows
+    return {row.policy: row for row in rows}
+
+
+def only_row(path: Path, policy: str = "native", **options: Any) -> ReplayRow:
+    (row,) = rallocator.replay(path, [policy], **options).rows
+    return row
+
+
+def number(value: float | None) -> int | float:
+    assert value is not None
+    return value
+
+
+# What torch itself had.
+
+
+@pytest.mark.parametrize("name", ["gpt_varlen", "lora_checkpoint", "kv_decode", "moe", "frames", "fsdp1_streams"])
+def test_native_reserves_what_torch_reserved_when_it_recorded(name: str) -> None:
+    row = replayed(name)["native"]
+    assert number(row.peak_reserved) == pytest.approx(row.recorded_peak_reserved, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "measured_gib"), [("gpt_varlen", 15.43), ("lora_checkpoint", 28.09), ("kv_decode", 20.69), ("moe", 3.04)]
+)
+def test_expandable_reserves_what_was_measured_on_a_gpu(name: str, measured_gib: float) -> None:
+    assert number(replayed(name)["expandable"].peak_reserved) / GIB == pytest.approx(measured_gib, rel=0.01)
+
+
+def test_expandable_under_a_budget_does_what_torch_did() -> None:
+    row = replayed("expandable_capped", budget="23.9GiB")["expandable"]
+    recorded = load("expandable_capped")["device_traces"][0]
+    maps, unmaps = (sum(entry["action"] == f"segment_{kind}" for entry in recorded) for kind in ("map", "unmap"))
+    assert number(row.peak_reserved) == pytest.approx(23.55 * GIB, rel=0.005)
+    assert row.ooms == 0
+    assert row.retries == 28
+    assert row.driver_calls is not None
+    assert row.driver_calls["cuMemSetAccess"] == pytest.approx(maps, rel=0.05)
+    assert row.driver_calls["cuMemUnmap"] == pytest.approx(unmaps, rel=0.05)
+
+
+def test_a_fragmentation_failure_is_native_only() -> None:
+    rows = replayed("oom_fragmented", budget="15.8GiB")
+    assert rows["native"].ooms == 1
+    assert rows["expandable"].ooms == 0
+    assert replayed("oom_fragmented")["native"].ooms == 0, "without a budget, what failed is not tried"
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_the_allocator_and_the_simulated_gpu_count_the_same(name: str) -> None:
+    for budget in (None, "1GiB"):
+        for row in replayed(name, budget=budget).values():
+            assert row.peak_device == row.peak_reserved
+            assert number(row.peak_requested) <= number(row.peak_active) <= number(row.peak_reserved)
+            assert row.utilization == number(row.peak_allocated) / number(row.peak_reserved)
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_peak_allocated_is_the_same_for_every_policy_and_counted_by_hand(name: str) -> None:
+    assert len({row.peak_allocated for row in replayed(name).values()}) == 1
+    if replayed(name)["native"].recorded_peak_reserved and name in ("gpt_varlen", "frames"):
+        live: dict[int, int] = {}
+        held = peak = 0
+        for entry in load(name)["device_traces"][0]:
+            if entry["action"] == "alloc":
+                live[entry["addr"]] = math.ceil(entry["size"] / 512) * 512
+                held += live[entry["addr"]]
+                peak = max(peak, held)
+            elif entry["action"] == "free_requested":
+                held -= live.pop(entry["addr"])
+        assert replayed(name)["native"].peak_allocated == peak
+
+
+# What must not change the figures.
+
+
+def without_segment_events(snapshot: dict[str, Any]) -> dict[str, Any]:
+    """The snapshot without what torch did to serve the blocks."""
+    traces = [
+        [entry for entry in trace if not entry["action"].startswith("segment_")] for trace in snapshot["device_traces"]
+    ]
+    return {"segments": copy.deepcopy(snapshot["segments"]), "device_traces": traces}
+
+
+def renumbered(snapshot: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The snapshot with other addresses, in another order: an address is a name and no more."""
+    fresh = random.Random(seed).sample(range(1 << 30), 1 << 18)
+    names: dict[int, int] = {}
+
+    def rename(address: int) -> int:
+        return names.setdefault(address, 512 * fresh[len(names)])
+
+    for entry in itertools.chain.from_iterable(snapshot["device_traces"]):
+        if "addr" in entry:
+            entry["addr"] = rename(entry["addr"])
+    for entry in snapshot["segments"]:
+        entry["address"] = rename(entry["address"])
+        for block in entry["blocks"]:
+            block["address"] = rename(block["address"])
+    return snapshot
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_the_figures_come_from_events_of_blocks_alone(name: str, tmp_path: Path) -> None:
+    bare = renumbered(without_segment_events(load(name)), seed=7)
+    budget = "1.5GiB" if name == "fsdp1_streams" else None
+    for row in rallocator.replay(write(tmp_path / name, bare), budget=budget).rows:
+        full = replayed(name, budget=budget)[row.policy]
+        same = dataclasses.replace(row, file=full.file, recorded_peak_reserved=full.recorded_peak_reserved)
+        assert same == full
+
+
+def test_a_replay_gives_the_same_figures_every_time() -> None:
+    path = TRACES / "fsdp1_streams.pickle.xz"
+    assert rallocator.replay(path, budget="0.9GiB") == rallocator.replay(path, budget="0.9GiB")
+
+
+def test_a_large_history_takes_less_than_two_seconds() -> None:
+    begin = time.perf_counter()
+    row = only_row(TRACES / "lora_checkpoint.pickle.xz")
+    seconds = time.perf_counter() - begin
+    assert row.events > 130_000
+    assert seconds < 2
+
+
+# What a replay answers.
+
+
+def test_rows_have_the_documented_fields() -> None:
+    result = rallocator.replay(TRACES / "graphs.pickle.xz")
+    for row in json.loads(json.dumps(result.to_json(), allow_nan=False)):
+        assert set(row) == FIELDS
+        assert row["schema"] == 1
+        assert row["handles_moved"] == 0
+        assert row["minimum_budget"] is None
+        assert all(isinstance(row[field], int) for field in FIELDS if field.endswith(("_us", "reserved", "_bytes")))
+
+
+def test_a_state_has_a_reason_and_no_figures(tmp_path: Path) -> None:
+    path = write(tmp_path / "state", [segment(0, (2 * MIB, "active_allocated"), device=1)])
+    result = rallocator.replay(path, ["expandable"])
+    assert result == ReplayResult((dataclasses.replace(result.rows[0], file=str(path)),))
+    row = result.rows[0]
+    assert (row.device, row.policy, row.replayable) == (1, "expandable", False)
+    assert row.reason == "a state without a history of allocations and frees"
+    assert row.recorded_peak_reserved == 2 * MIB
+    assert (row.peak_reserved, row.utilization, row.driver_calls, row.ooms) == (None, None, None, None)
+
+
+def test_every_device_is_replayed_by_itself(tmp_path: Path) -> None:
+    traces = [[event("alloc", 64, 3 * MIB), *free(64, 3 * MIB)], [event("alloc", 64, 100), event("alloc", 512, 200)]]
+    rows = rallocator.replay(write(tmp_path / "two", {"segments": [], "device_traces": traces}), ["native"]).rows
+    assert [(row.device, row.peak_reserved) for row in rows] == [(0, 20 * MIB), (1, 2 * MIB)]
+
+
+def test_merged_streams_share_their_memory(tmp_path: Path) -> None:
+    size = 30 * MIB
+    events = [event("alloc", 64, size), *free(64, size), event("alloc", 128, size, stream=9)]
+    path = write_history(tmp_path / "streams", events)
+    assert only_row(path).peak_reserved == 2 * size
+    assert only_row(path, streams="merge").peak_reserved == size
+
+
+def test_a_block_in_use_by_another_stream_is_reusable_from_its_recorded_completion_on(tmp_path: Path) -> None:
+    size = 30 * MIB
+    requested, completed = event("free_requested", 64, size, 10), event("free_completed", 64, size, 900)
+    second = event("alloc", 4096, size, 500)
+    early = [event("alloc", 64, size), requested, second, completed]
+    assert only_row(write_history(tmp_path / "early", early)).peak_reserved == 2 * size
+    late = [event("alloc", 64, size), requested, completed, {**second, "time_us": 950}]
+    assert only_row(write_history(tmp_path / "late", late)).peak_reserved == size
+
+
+def test_private_pools_use_their_own_memory(tmp_path: Path) -> None:
+    size = 30 * MIB
+    events = [event("alloc", 64, size), *free(64, size), event("alloc", 128, size, pool_id=(1, 0))]
+    assert only_row(write_history(tmp_path / "pools", events)).peak_reserved == 2 * size
+
+
+def test_the_lag_is_what_returning_memory_waits_for(tmp_path: Path) -> None:
+    events = [event("alloc", 64, 60 * MIB), *free(64, 60 * MIB, 100), event("alloc", 128, 80 * MIB, 200)]
+    path = write_history(tmp_path / "lag", events)
+    row = only_row(path, budget="100MiB", lag_ms=1.5)
+    assert (row.host_waits, row.host_wait_us) == (1, 1400)
+    assert only_row(path, budget="100MiB", lag_ms=0).host_waits == 0
+
+
+def test_settings_change_the_figures(tmp_path: Path) -> None:
+    path = write_history(tmp_path / "settings", [event("alloc", 64, 33 * MIB)])
+    assert only_row(path).peak_reserved == 34 * MIB
+    assert only_row(path, config="roundup_power2_divisions:2").peak_reserved == 48 * MIB
+
+
+def test_policies_are_answered_in_the_order_asked_for_and_once() -> None:
+    rows = rallocator.replay(TRACES / "graphs.pickle.xz", ["expandable", "native", "expandable"]).rows
+    assert [row.policy for row in rows] == ["expandable", "native"]
+
+
+def test_a_budget_may_be_text_or_bytes(tmp_path: Path) -> None:
+    path = write_history(tmp_path / "budget", [event("alloc", 64, 3 * GIB)])
+    for budget in ("2GiB", "2.0 gib", 2 * GIB, str(2 * GIB), "2048MiB", "2GB"):
+        assert only_row(path, budget=budget).ooms == 1, budget
+    assert only_row(path, budget="3GiB").ooms == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policies": ["rallocator"]}, "choose from native, expandable"),
+        ({"policies": []}, "choose from native, expandable"),
+        ({"budget": "24 apples"}, "24GiB"),
+        ({"budget": "24G"}, "24GiB"),
+        ({"budget": 0}, "above 0"),
+        ({"budget": -1}, "above 0"),
+        ({"budget": "-1GiB"}, "not a size"),
+        ({"budget": "1" * 19 + "TiB"}, "at most 256 TiB"),
+        ({"budget": True}, "bool"),
+        ({"config": "no_such_key:1"}, "no_such_key"),
+        ({"streams": "split"}, "keep or merge"),
+        ({"lag_ms": -1.0}, "lag"),
+        ({"lag_ms": math.nan}, "lag"),
+        ({"lag_ms": math.inf}, "lag"),
+    ],
+)
+def test_wrong_options_say_what_is_accepted(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rallocator.replay(TRACES / "graphs.pickle.xz", **options)
+
+
+def test_hostile_figures_come_to_an_end(tmp_path: Path) -> None:
+    huge = [event("alloc", 64 * index, 1 << 48, time_us=(1 << 63) - 1, stream=-index) for index in range(50)]
+    row = only_row(write_history(tmp_path / "huge", huge))
+    assert row.ooms == 50
+    row = only_row(write_history(tmp_path / "none", [event("alloc", 64, 0), *free(64, 0)]))
+    assert row.peak_reserved == 0
+    assert row.utilization is None
+
+
+def test_unreadable_files_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SnapshotError):
+        rallocator.replay(tmp_path / "missing")
+
+
+def test_a_replay_loads_neither_torch_nor_the_command_line() -> None:
+    script = (
+        "import sys, rallocator\n"
+        "rallocator.replay(sys.argv[1])\n"
+        "loaded = {'torch', 'typer', 'rich', 'plotly'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(TRACES / "graphs.pickle.xz")], check=True, timeout=60)
+
+
+PUBLIC = Path("/work/shared/traces/public")
+
+
+@pytest.mark.skipif(not PUBLIC.is_dir(), reason="the public histories are not on this machine")
+@pytest.mark.parametrize("name", ["decomfl_from_empty", "gpt_medium_ctx128_train", "gpt_medium_ctx1024_train"])
+def test_public_histories_reserve_what_torch_reserved(name: str) -> None:
+    row = only_row(PUBLIC / f"{name}.pickle.xz")
+    assert number(row.peak_reserved) == pytest.approx(row.recorded_peak_reserved, rel=0.005)
