@@ -35,12 +35,15 @@ def parse_size(size: int | str) -> int:
         ValueError: anything else, and sizes that are not above 0 or exceed 256 TiB; the message says what is accepted.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise ValueError(f"a size is a whole number of bytes or text such as 24GiB, not {type(size).__name__}")
+        # A caller's text or number from outside is wrong in one way only: it is not a size.
+        raise ValueError(f"a size is a number of bytes, or text such as 24GiB, not {type(size).__name__}")  # noqa: TRY004
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
         unit = match and _UNITS.get(match[2].upper())
         if not match or not unit:
-            raise ValueError(f"{size!r} is not a size: write a number and B, KiB, MiB, GiB, TiB, KB, MB, GB or TB, as 24GiB")
+            raise ValueError(
+                f"{size!r} is not a size: write a number and B, KiB, MiB, GiB, TiB, KB, MB, GB or TB, as 24GiB"
+            )
         size = int(Fraction(match[1]) * unit)
     if not 0 < size <= MAX_SIZE_BYTES:
         raise ValueError(f"a size must be above 0 and at most 256 TiB, not {size} bytes")

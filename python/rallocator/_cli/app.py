@@ -1,0 +1,152 @@
+"""The commands, their options and their exit codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+import rallocator
+from rallocator._cli import demo as demo_command
+from rallocator._cli import doctor as doctor_command
+from rallocator._cli import replay as replay_command
+from rallocator._cli.console import warn
+from rallocator._replay import DEFAULT_LAG_MS, POLICIES, Streams
+from rallocator._run import Program
+from rallocator.errors import RallocatorError
+
+USAGE_ERROR = 2
+"""The exit code for wrong usage and unreadable input."""
+
+app = typer.Typer(
+    name="rallocator",
+    help="A GPU memory allocator for PyTorch. Start with `rallocator demo`.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class ProgramToRun(BaseException):
+    """Not an error: carries the program of `rallocator run` out of the command line's own handling of exceptions."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.program = program
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"rallocator {rallocator.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _fail(message: object) -> NoReturn:
+    warn(message)
+    raise typer.Exit(USAGE_ERROR)
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+    short_help="Run a Python program with the allocator enabled, no line of it changed.",
+)
+def run(
+    program: Annotated[list[str], typer.Argument(metavar="SCRIPT.py|-m MODULE [ARGS]...", show_default=False)],
+    config: Annotated[
+        str | None, typer.Option(help="Settings as key:value,key:value. They come before those of the environment.")
+    ] = None,
+    attach: Annotated[str, typer.Option(help="The way into torch: auto, pluggable or bridge.")] = "auto",
+) -> None:
+    """Run a Python program with the allocator enabled, no line of it changed.
+
+    Options come before the program; all that follows it is the program's own.
+    Without a GPU a warning says so, and the program runs all the same.
+    """
+    try:
+        request = Program.parse(program, config=config, attach=attach)
+    except ValueError as error:
+        _fail(error)
+    raise ProgramToRun(request)
+
+
+@app.command(short_help="Replay recorded allocation histories under other policies and budgets.")
+def replay(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", show_default=False, help="Memory snapshots of torch.")
+    ],
+    policy: Annotated[str, typer.Option(help="Policies, separated by commas.")] = ",".join(POLICIES),
+    budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory that may be reserved, as 24GiB. No limit if left out.")
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="More settings, as in PYTORCH_CUDA_ALLOC_CONF.")
+    ] = None,
+    streams: Annotated[Streams, typer.Option(help="Keep the recorded streams, or merge them into one.")] = Streams.KEEP,
+    lag_ms: Annotated[
+        float, typer.Option(help="Milliseconds after it was queued that work is taken to end.")
+    ] = DEFAULT_LAG_MS,
+    as_json: JsonOption = False,
+) -> None:
+    """Replay recorded allocation histories on a simulated GPU, without a real one.
+
+    Each FILE is a memory snapshot of torch (torch.cuda.memory._dump_snapshot), plain, gzip or xz.
+    """
+    policies = [name.strip() for name in policy.split(",") if name.strip()]
+    try:
+        unreadable = replay_command.run(
+            files,
+            policies=policies,
+            budget=budget,
+            config=config,
+            streams=streams.value,
+            lag_ms=lag_ms,
+            as_json=as_json,
+        )
+    except RallocatorError as error:
+        _fail(error)
+    if unreadable:
+        raise typer.Exit(USAGE_ERROR)
+
+
+@app.command(short_help="Say what is installed, what the GPU can do, and which settings are in force.")
+def doctor(as_json: JsonOption = False) -> None:
+    """Say what is installed, what the GPU can do, and which settings are in force.
+
+    It tries to attach to torch in a process of its own, and says how, or why not.
+    The exit code is 1 if rallocator cannot be used here.
+    """
+    if not doctor_command.run(as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command(short_help="Show what the allocator saves, on a GPU or on a recorded history.")
+def demo(
+    history: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Replay this memory snapshot of torch, also where there is a GPU."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what the allocator saves.
+
+    On a GPU a short training runs under torch's allocator and under this one.
+    Without one, a recorded history is replayed on a simulated GPU.
+    """
+    try:
+        demo_command.run(history, as_json=as_json)
+    except RallocatorError as error:
+        _fail(error)

@@ -1,0 +1,87 @@
+"""How commands print: results on stdout, all else on stderr, and no text from outside as markup or control codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console, JustifyMethod
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+PROGRESS_AFTER_SECONDS = 2.0
+"""Work that takes less shows no progress bar."""
+
+
+def printable(text: object) -> str:
+    """Return text from outside on one line, with every character that a terminal would act on written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def cell(text: object) -> Text:
+    """Return text from outside as a cell of a table: never read as rich's markup."""
+    return Text(printable(text))
+
+
+def print_json(value: object) -> None:
+    """Print a value as JSON on stdout."""
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def print_text(*lines: object) -> None:
+    """Print lines on stdout as they are, but for control characters."""
+    for line in lines:
+        sys.stdout.write(printable(line) + "\n")
+
+
+def print_table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[object]], title: str | None = None) -> None:
+    """Print a table on stdout.
+
+    Arguments:
+        columns: for each its heading, and what it holds: "text", which may be wrapped, a "name", or a "figure".
+        rows: the cells, as text from anywhere.
+        title: a line above the table.
+    """
+    if title:
+        print_text(title)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading, kind in columns:
+        justify: JustifyMethod = "right" if kind == "figure" else "left"
+        table.add_column(cell(heading), justify=justify, no_wrap=kind != "text", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell(value) for value in row))
+    Console(file=sys.stdout, highlight=False).print(table)
+
+
+def warn(message: object) -> None:
+    """Print a line on stderr."""
+    sys.stderr.write(f"rallocator: {printable(message)}\n")
+
+
+@contextmanager
+def progress(description: str, steps: int) -> Iterator[Callable[[], None]]:
+    """Show a bar on stderr if it is a terminal and the work takes a while.
+
+    Arguments:
+        description: what is being done.
+        steps: how many times the function that is yielded will be called.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True)
+    task = bar.add_task(description, total=steps)
+    timer = threading.Timer(PROGRESS_AFTER_SECONDS, bar.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lambda: bar.advance(task)
+    finally:
+        timer.cancel()
+        timer.join()
+        bar.stop()
