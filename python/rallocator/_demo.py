@@ -13,7 +13,6 @@ from typing import Any
 
 from rallocator import _gpu
 from rallocator._replay import POLICIES, ReplayResult, replay
-from rallocator.errors import RallocatorError
 
 HISTORY = Path(__file__).parent / "data" / "kv_decode.pickle.xz"
 """The recorded history that ships with the package: a language model that generates text in batches, with the keys and
@@ -51,11 +50,8 @@ class Training:
         }
 
 
-def why_no_training() -> str | None:
-    """Return why the training cannot run here, as a clause; None if nothing speaks against it."""
-    if importlib.util.find_spec("torch") is None:
-        return "torch is not installed"
-    return _gpu.missing_gpu_reason()
+class NoTrainingError(Exception):
+    """The training cannot run here; the text says why, as a clause."""
 
 
 def train(step_done: Callable[[], None]) -> list[Training]:
@@ -65,25 +61,31 @@ def train(step_done: Callable[[], None]) -> list[Training]:
         step_done: called after each training.
 
     Raises:
-        RallocatorError: a training failed or took too long; the message holds its last words.
+        NoTrainingError: there is no GPU or no torch, or a training failed or took too long.
     """
+    if importlib.util.find_spec("torch") is None:
+        raise NoTrainingError("torch is not installed")
+    if reason := _gpu.missing_gpu_reason():
+        raise NoTrainingError(reason)
     trainings = []
     for allocator in ALLOCATORS:
-        command = [sys.executable, "-m", TRAINING_MODULE, allocator]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=TRAINING_TIMEOUT_SECONDS, check=False
-            )
-        except subprocess.TimeoutExpired as error:
-            raise RallocatorError(
-                f"the training under {allocator} took more than {TRAINING_TIMEOUT_SECONDS} s and was stopped"
-            ) from error
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise RallocatorError(f"the training under {allocator} failed: {last}")
-        trainings.append(Training(allocator, **json.loads(done.stdout.strip().splitlines()[-1])))
+        trainings.append(_train_under(allocator))
         step_done()
     return trainings
+
+
+def _train_under(allocator: str) -> Training:
+    command = [sys.executable, "-m", TRAINING_MODULE, allocator]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TRAINING_TIMEOUT_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise NoTrainingError(
+            f"the training under {allocator} took more than {TRAINING_TIMEOUT_SECONDS} s and was stopped"
+        ) from error
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise NoTrainingError(f"the training under {allocator} failed: {last}")
+    return Training(allocator, **json.loads(done.stdout.strip().splitlines()[-1]))
 
 
 def replay_history(history: Path | None) -> ReplayResult:

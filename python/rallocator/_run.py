@@ -11,8 +11,10 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import NoReturn
 
@@ -76,10 +78,17 @@ class Program:
         from rallocator import enable
         from rallocator.errors import ConfigError
 
-        try:
-            enable(self.config, attach=self.attach, required=False)
-        except (ConfigError, ValueError) as error:
-            _refuse(error)
+        with warnings.catch_warnings(record=True) as caught:
+            try:
+                enable(self.config, attach=self.attach, required=False)
+            except (ConfigError, ValueError) as error:
+                _refuse(error)
+        for warning in caught:
+            if Path(warning.filename).parent == Path(__file__).parent:
+                # The program's author can do nothing about a line of ours: what it says is enough.
+                sys.stderr.write(f"rallocator: {warning.message}\n")
+            else:
+                warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
 
     def _run_file(self, path: str) -> None:
         with open(path, "rb") as file:

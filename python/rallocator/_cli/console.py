@@ -42,13 +42,15 @@ def print_table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[obje
     """Print a table on stdout.
 
     Arguments:
-        columns: for each its heading, and what it holds: "text", which may be wrapped, a "name", or a "figure".
+        columns: for each its heading, if any has one, and what it holds: "text", which may be wrapped, a "name", or a
+            "figure".
         rows: the cells, as text from anywhere.
         title: a line above the table.
     """
     if title:
         print_text(title)
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    has_headings = any(heading for heading, _ in columns)
+    table = Table(box=None, pad_edge=False, header_style="bold", show_header=has_headings)
     for heading, kind in columns:
         justify: JustifyMethod = "right" if kind == "figure" else "left"
         table.add_column(cell(heading), justify=justify, no_wrap=kind != "text", overflow="fold")

@@ -17,18 +17,19 @@ from rallocator.errors import SnapshotError
 
 def run(history: Path | None, *, as_json: bool) -> None:
     """Show a training on the GPU; without one, or with a history given, its replay."""
-    reason = None if history is not None else _demo.why_no_training()
-    if history is None and reason is None:
-        _show_training(as_json=as_json)
-    else:
-        if reason is not None:
+    if history is None:
+        try:
+            with progress("Training", len(_demo.ALLOCATORS)) as step_done:
+                trainings = _demo.train(step_done)
+        except _demo.NoTrainingError as reason:
             warn(f"no training on a GPU, since {reason}; a recorded history on a simulated GPU instead")
-        _show_replay(history, as_json=as_json)
+        else:
+            _show_training(trainings, as_json=as_json)
+            return
+    _show_replay(history, as_json=as_json)
 
 
-def _show_training(*, as_json: bool) -> None:
-    with progress("Training", len(_demo.ALLOCATORS)) as step_done:
-        trainings = _demo.train(step_done)
+def _show_training(trainings: Sequence[_demo.Training], *, as_json: bool) -> None:
     if as_json:
         print_json([training.to_json() for training in trainings])
         return
@@ -60,8 +61,9 @@ def _show_replay(history: Path | None, *, as_json: bool) -> None:
         return
     if history is None:
         print_text(
-            "A language model generating text, recorded on an H200 with torch's default",
-            "allocator and replayed on a simulated GPU. Reserved is what it takes from the GPU:",
+            "A language model generating text, recorded on an H200 under torch's default",
+            "allocator, and replayed on a simulated GPU. What a policy reserves it takes",
+            "from the GPU:",
             "",
         )
     print_rows(rows)

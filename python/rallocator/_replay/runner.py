@@ -144,10 +144,12 @@ def replay(
         policies: the policies to replay under: "native" (torch's default rules), "expandable" (torch's rules for
             expandable segments).
         budget: bytes that may be reserved, as a number or as text such as "24GiB"; what goes beyond is out of memory.
-            None: as much as it takes. Allocations that failed in the recording are tried only under a budget.
+            Like torch's own limit, "expandable" may exceed it by less than a handle of 20 MiB. None: as much as it
+            takes. Allocations that failed in the recording are tried only under a budget.
         config: more settings, in the grammar of `PYTORCH_CUDA_ALLOC_CONF`; its policy does not count.
         streams: "keep" the recorded streams, or "merge" them into one.
-        lag_ms: milliseconds after it was queued that work is taken to end.
+        lag_ms: milliseconds after it was queued that work is taken to end. A block that another stream used too is
+            reusable from the recorded completion of its free on, whatever the lag.
 
     Returns:
         A row of figures for each device of the file under each policy. A file that holds a state but no history gives
