@@ -184,9 +184,10 @@ def test_a_replay_gives_the_same_figures_every_time() -> None:
 
 
 def test_a_large_history_takes_less_than_two_seconds() -> None:
-    begin = time.perf_counter()
+    # Of the processor, so that whatever else runs on the machine does not count.
+    begin = time.process_time()
     row = only_row(TRACES / "lora_checkpoint.pickle.xz")
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     assert row.events > 130_000
     assert seconds < 2
 
