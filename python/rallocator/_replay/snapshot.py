@@ -181,8 +181,10 @@ def _trace(entries: Sequence[object], device: int) -> Trace:
             time_us = entry.get("time_us")
             if time_us is None:
                 times_us = None
-            else:
-                times_us.append(_integer(time_us, time_range, f"{_event(device, index)}: time_us"))
+                continue
+            if type(time_us) is not int or time_us not in time_range:
+                _integer(time_us, time_range, f"{_event(device, index)}: time_us")
+            times_us.append(time_us)
     return Trace(trace.actions, trace.addresses, trace.sizes, trace.streams, trace.pools, times_us)
 
 
