@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tools.write_readme import with_present_demo
 
 from rallocator import errors
 from rallocator._config import resolve
@@ -18,6 +19,11 @@ def test_the_table_of_settings_lists_every_setting_with_its_default() -> None:
     section = README.partition("## Settings")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| `?(\w+)`? \|", section, re.MULTILINE)
     assert rows == [(setting.key, setting.value) for setting in resolve(None, environ={}).settings]
+
+
+def test_the_demo_is_what_the_demo_prints() -> None:
+    # After a change on purpose: `make readme`.
+    assert with_present_demo(README) == README
 
 
 def test_the_commands_of_make_exist() -> None:
