@@ -7,6 +7,8 @@ export PATH := $(VIRTUAL_ENV)/bin:$(PATH)
 # maturin refuses to guess when conda's environment is active beside ours.
 unexport CONDA_PREFIX
 export PYTHON
+# Torch's wheels are large, and not every line is fast.
+export UV_HTTP_TIMEOUT := 300
 
 # Each recipe line is a stage: named, timed, and listed by .ci/run.
 stage := @tools/stage
