@@ -76,7 +76,8 @@ install-wheel: wheel
 
 # Checks.
 
-rust:
+# PyO3 asks the Python of the environment about itself.
+rust: $(VIRTUAL_ENV)/tools
 	$(stage) "rustfmt" cargo fmt --all --check
 	$(stage) "clippy: core alone" cargo clippy --quiet --locked -p alloc-core --no-default-features -- -D warnings
 	$(stage) "clippy: core, sim" cargo clippy --quiet --locked -p alloc-core --all-targets --features sim -- -D warnings
