@@ -370,19 +370,12 @@ impl<D: Driver> Allocator<D> {
     }
 }
 
-/// Whether a rung may wait on the host, and so must hold no lock. Freeing a segment waits for the device.
+/// Whether a rung waits on the host for what streams were given, or runs foreign code, and so must hold no lock.
+///
+/// Giving memory back may wait too, inside the driver, but happens under the slow lock: until the state has heard of it,
+/// nobody may obtain the same addresses anew, or fail for want of memory that is on its way back.
 fn may_wait(rung: Rung) -> bool {
-    matches!(
-        rung,
-        Rung::Wait
-            | Rung::Synchronize
-            | Rung::Collect
-            | Rung::ReleaseOversize
-            | Rung::ReleaseCached
-            | Rung::CallBack
-            | Rung::CloseAll
-            | Rung::ClosePending
-    )
+    matches!(rung, Rung::Wait | Rung::Synchronize | Rung::CallBack | Rung::CloseAll | Rung::ClosePending)
 }
 
 /// The stream's place in the state, made now if this is its first use.
