@@ -89,7 +89,7 @@ rust: $(VIRTUAL_ENV)/tools
 
 loom-models:
 	$(stage) "loom" env RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom \
-		cargo test --locked --release -p alloc-core --features sim --lib --tests loom
+		cargo test --locked --release -p alloc-core --features sim --test loom -- --nocapture
 
 python-without-torch: python-checks
 	$(stage) "pytest, without torch" python -m pytest -m "not torch"

@@ -9,7 +9,7 @@ mod devices;
 mod pools;
 mod report;
 
-use std::sync::{Arc, atomic::AtomicUsize};
+use std::sync::Arc;
 
 pub use pools::StreamFilter;
 
@@ -24,7 +24,7 @@ use crate::{
     ladder::{Ladder, Rung, Step},
     plan::{Outcome, Plan},
     size::REQUEST_MAX,
-    sync::{Mutex, MutexGuard},
+    sync::{AtomicUsize, Mutex, MutexGuard},
 };
 
 use devices::DeviceTable;

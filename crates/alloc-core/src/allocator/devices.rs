@@ -1,9 +1,6 @@
 //! Which devices are in use, and who reaches whose memory.
 
-use std::sync::{
-    OnceLock,
-    atomic::{AtomicUsize, Ordering},
-};
+use std::sync::OnceLock;
 
 use super::{Allocator, Device, Routes};
 use crate::{
@@ -12,7 +9,7 @@ use crate::{
     driver::{Driver, DriverError},
     error::AllocError,
     id::DeviceId,
-    sync::Mutex,
+    sync::{AtomicUsize, Mutex, Ordering},
 };
 
 /// More devices than any machine has; beyond it a device does not exist.

@@ -1,6 +1,6 @@
 //! Private pools: which requests go to them, how long they live. Also pins, which outlive any pool's say.
 
-use std::sync::{Arc, atomic::Ordering};
+use std::sync::Arc;
 
 use super::{Allocator, Device};
 use crate::{
@@ -8,6 +8,7 @@ use crate::{
     driver::Driver,
     error::AllocError,
     id::{DeviceId, DevicePtr, PoolId, StreamHandle},
+    sync::Ordering,
 };
 
 /// Says whether a stream's requests go to a private pool. It is foreign code: it may call CUDA, and may throw.

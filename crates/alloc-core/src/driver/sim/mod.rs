@@ -47,7 +47,7 @@ mod timeline;
 #[cfg(test)]
 mod tests;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 pub use capture::GraphId;
 pub use error::{
@@ -57,6 +57,8 @@ pub use error::{
 pub use inspect::PhysicalBytes;
 pub use memory::Level;
 use simulation::Simulation;
+
+use crate::sync::{Mutex, MutexGuard};
 
 /// What kind of machine to simulate.
 #[derive(Clone, Debug)]
