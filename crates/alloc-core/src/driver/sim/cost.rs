@@ -53,6 +53,8 @@ fn cost_of(call: Call) -> Cost {
 pub(super) struct Ledger {
     /// Calls made, in the order of [`Call::ALL`], failed ones too.
     calls: Vec<u64>,
+    /// Those of them that failed.
+    failures: Vec<u64>,
     /// Host time spent in calls, without waiting for the GPU.
     pub(super) elapsed_ns: u64,
     /// Times the host had to wait for queued work.
@@ -63,13 +65,19 @@ pub(super) struct Ledger {
 
 impl Ledger {
     pub(super) fn new() -> Self {
-        Self { calls: vec![0; Call::ALL.len()], elapsed_ns: 0, host_waits: 0, host_wait_ns: 0 }
+        let (calls, failures) = (vec![0; Call::ALL.len()], vec![0; Call::ALL.len()]);
+        Self { calls, failures, elapsed_ns: 0, host_waits: 0, host_wait_ns: 0 }
     }
 
     /// Counts one `call` about one handle, or about none.
     pub(super) fn on_call(&mut self, call: Call) {
         self.calls[call as usize] += 1;
         self.elapsed_ns += cost_of(call).fixed_ns;
+    }
+
+    /// Counts one `call` that was made and failed.
+    pub(super) fn on_failure(&mut self, call: Call) {
+        self.failures[call as usize] += 1;
     }
 
     /// Charges what `call` costs more for being about `bytes`, in `handles` handles.
@@ -87,6 +95,11 @@ impl Ledger {
     /// How often `call` was made.
     pub(super) fn calls_of(&self, call: Call) -> u64 {
         self.calls[call as usize]
+    }
+
+    /// How often `call` failed.
+    pub(super) fn failures_of(&self, call: Call) -> u64 {
+        self.failures[call as usize]
     }
 }
 

@@ -22,6 +22,9 @@ impl SimDriver {
                 None => body(&mut simulation),
             },
         };
+        if outcome.is_err() {
+            simulation.ledger.on_failure(call);
+        }
         outcome.map_err(|status| DriverError { call, status })
     }
 

@@ -66,6 +66,11 @@ impl SimDriver {
         self.lock().ledger.calls_of(call)
     }
 
+    /// How often `call` failed, because a test asked for it or for a reason of its own.
+    pub fn failure_count(&self, call: Call) -> u64 {
+        self.lock().ledger.failures_of(call)
+    }
+
     /// Host time spent in driver calls, in microseconds, without the time spent waiting for the GPU.
     pub fn elapsed_us(&self) -> f64 {
         self.lock().ledger.elapsed_ns as f64 / NANOSECONDS_PER_MICROSECOND as f64
