@@ -14,7 +14,7 @@ use crate::{
     history::{Action, History},
     id::{DeviceId, DevicePtr, PoolId},
     pin::PinTable,
-    plan::Stray,
+    plan::{ReleaseRun, Stray},
     pool::FreeBlock,
     pool_set::{PoolIx, PoolSet, PrivateIx},
     size::{self, BLOCK_GRANULARITY, SMALL_REQUEST_MAX, SizeClass},
@@ -65,6 +65,8 @@ pub(crate) struct DeviceState {
     pub(crate) pins: PinTable,
     /// Handles that the driver did not take back; see [`Stray`].
     pub(crate) strays: Vec<Stray>,
+    /// Mappings that nobody can use and that the driver did not undo when asked; see [`ReleaseRun::is_stuck`].
+    pub(crate) stuck: Vec<ReleaseRun>,
     pub(crate) stats: Stats,
     pub(crate) history: History,
 }
@@ -83,6 +85,7 @@ impl DeviceState {
             streams: StreamTable::default(),
             pins: PinTable::default(),
             strays: Vec::new(),
+            stuck: Vec::new(),
             stats: Stats::default(),
             history: History::new(config.history_limit),
             config: config.clone(),

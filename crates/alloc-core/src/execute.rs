@@ -3,7 +3,7 @@
 //! A failure part of the way is undone here, so that the state hears either that all was done or what is left.
 
 use crate::{
-    backing::mapping::{Mapping, Runs},
+    backing::mapping::Mapping,
     driver::{CaptureMode, CaptureStatus, Completion, Driver, DriverError, Status},
     event::{Closed, Closing, Mark},
     id::{DevicePtr, Event, PhysicalHandle},
@@ -65,7 +65,7 @@ fn refuse(plan: Plan, error: DriverError) -> Outcome {
         Plan::Synchronize(synchronize) => Outcome::Synchronized(synchronize, Err(error)),
         Plan::Obtain(obtain) => Outcome::Obtained(obtain, Err(error)),
         Plan::Reserve(reserve) => Outcome::Reserved(reserve, Err(error)),
-        Plan::Map(map) => Outcome::Mapped(map, Err(MapFailure { error, strays: Vec::new(), stuck: false })),
+        Plan::Map(map) => Outcome::Mapped(map, Err(MapFailure { error, strays: Vec::new(), stuck: Vec::new() })),
         Plan::Release(release) => Outcome::Released(Released {
             segments: release.segments.into_iter().map(|segment| (segment, false)).collect(),
             runs: release.runs.into_iter().map(|run| (run, RunOutcome::Kept)).collect(),
@@ -166,7 +166,7 @@ fn synchronize_unless_capturing<D: Driver>(driver: &D, plan: &Synchronize) -> Re
 fn create_and_map<D: Driver>(driver: &D, map: &Map) -> Result<Vec<PhysicalHandle>, MapFailure> {
     let sizes = map.holes.iter().flat_map(|hole| hole.handles.iter().copied());
     let mut created = Vec::new();
-    let mut mapped = Runs::default();
+    let mut mapped = 0;
     let result = sizes
         .into_iter()
         .try_for_each(|size| {
@@ -176,42 +176,48 @@ fn create_and_map<D: Driver>(driver: &D, map: &Map) -> Result<Vec<PhysicalHandle
         .and_then(|()| map_holes(driver, map, &created, &mut mapped));
     match result {
         Ok(()) => Ok(created.into_iter().map(|(handle, _)| handle).collect()),
-        Err(error) => Err(undo_map(driver, map, created, &mapped, error)),
+        Err(error) => Err(undo_map(driver, map, created, mapped, error)),
     }
 }
 
-/// Maps the handles into the holes, in order; `mapped` tells how far it came.
+/// Maps the handles into the holes, in order; `mapped` tells how many were.
 fn map_holes<D: Driver>(
     driver: &D,
     map: &Map,
     created: &[(PhysicalHandle, u64)],
-    mapped: &mut Runs,
+    mapped: &mut usize,
 ) -> Result<(), DriverError> {
-    let mut created = created.iter();
+    let mut handles = created.iter().map(|(handle, _)| *handle);
     for hole in &map.holes {
-        let mut address = hole.address;
-        for (handle, size) in created.by_ref().take(hole.handles.len()) {
-            driver.map(map.device, DevicePtr(address), *size, *handle)?;
-            mapped.push(address, *size);
-            address += size;
+        for Mapping { address, size, handle } in hole.filled_with(&mut handles) {
+            driver.map(map.device, DevicePtr(address), size, handle)?;
+            *mapped += 1;
         }
         driver.set_access(map.device, DevicePtr(hole.address), hole.size(), &map.access)?;
     }
     Ok(())
 }
 
+/// Takes back what was created, of which the first `mapped` handles were mapped.
 fn undo_map<D: Driver>(
     driver: &D,
     map: &Map,
-    created: Vec<(PhysicalHandle, u64)>,
-    mapped: &Runs,
+    mut created: Vec<(PhysicalHandle, u64)>,
+    mapped: usize,
     error: DriverError,
 ) -> MapFailure {
-    let mut stuck = false;
-    for (base, size) in &mapped.0 {
-        stuck |= driver.unmap(map.device, DevicePtr(*base), *size).is_err();
+    let mut strays = created.split_off(mapped);
+    let mut stuck = Vec::new();
+    let mut mapped = created.iter().map(|(handle, _)| *handle);
+    for hole in &map.holes {
+        let mappings: Vec<Mapping> = hole.filled_with(&mut mapped).collect();
+        let size: u64 = mappings.iter().map(|mapping| mapping.size).sum();
+        if size > 0 && driver.unmap(map.device, DevicePtr(hole.address), size).is_err() {
+            stuck.push((hole.block, mappings));
+        } else {
+            strays.extend(mappings.iter().map(|mapping| (mapping.handle, mapping.size)));
+        }
     }
-    let mut strays = created;
     strays.retain(|(handle, _)| driver.release_handle(map.device, *handle).is_err());
     MapFailure { error, strays, stuck }
 }

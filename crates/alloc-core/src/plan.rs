@@ -89,6 +89,16 @@ impl Hole {
     pub(crate) fn size(&self) -> u64 {
         self.handles.iter().sum()
     }
+
+    /// The hole filled from its start with as many of `handles` as it takes, or as there are.
+    pub(crate) fn filled_with(&self, handles: impl Iterator<Item = PhysicalHandle>) -> impl Iterator<Item = Mapping> {
+        let mut end = self.address;
+        self.handles.iter().zip(handles).map(move |(size, handle)| {
+            let address = end;
+            end += size;
+            Mapping { address, size: *size, handle }
+        })
+    }
 }
 
 /// Memory to be given back.
@@ -126,6 +136,9 @@ pub(crate) struct ReleaseRun {
     pub(crate) address: DevicePtr,
     pub(crate) size: u64,
     pub(crate) handles: Vec<Mapping>,
+    /// Whether the memory was mapped but never made accessible, and could not be unmapped when that failed: nobody can
+    /// use it, and its block stays claimed until it is gone.
+    pub(crate) is_stuck: bool,
 }
 
 /// A range to be given back: its one block is claimed.
@@ -171,8 +184,8 @@ pub(crate) struct MapFailure {
     pub(crate) error: DriverError,
     /// Handles that were created on the way and could not be released again, with their sizes.
     pub(crate) strays: Vec<(PhysicalHandle, u64)>,
-    /// Whether mappings were made that could not be undone: the holes must never be used again.
-    pub(crate) stuck: bool,
+    /// Mappings that could not be undone, from the start of the hole in this block.
+    pub(crate) stuck: Vec<(BlockId, Vec<Mapping>)>,
 }
 
 /// What was given back and what was not.

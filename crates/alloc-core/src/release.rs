@@ -19,7 +19,8 @@ use crate::{
 impl DeviceState {
     /// All cached memory that may go back, and with `events` the idle events too.
     pub(crate) fn plan_release_all(&mut self, events: bool) -> Option<Plan> {
-        let mut release = Release { strays: std::mem::take(&mut self.strays), ..Release::default() };
+        let (runs, strays) = (std::mem::take(&mut self.stuck), std::mem::take(&mut self.strays));
+        let mut release = Release { runs, strays, ..Release::default() };
         let pools: Vec<PoolIx> = self.pools.ids().filter(|pool| self.pools.is_releasable(*pool)).collect();
         for pool in pools {
             let idle: Vec<FreeBlock> = self.pools[pool].index.iter().collect();
@@ -151,7 +152,8 @@ impl DeviceState {
         let block = &mut self.blocks[id];
         block.state = BlockState::Claimed;
         let handles = self.spans[block.span].mappings().within(block.address, block.end()).collect();
-        ReleaseRun { device: self.id, block: id, address: DevicePtr(block.address), size: block.size, handles }
+        let (device, address, size) = (self.id, DevicePtr(block.address), block.size);
+        ReleaseRun { device, block: id, address, size, handles, is_stuck: false }
     }
 
     /// Claims an unmapped block that is a whole range.
@@ -177,6 +179,7 @@ impl DeviceState {
         }
         for (run, outcome) in released.runs {
             match outcome {
+                RunOutcome::Kept if run.is_stuck => self.stuck.push(run),
                 RunOutcome::Kept => self.make_idle_again(run.block),
                 RunOutcome::Unmapped(strays) => self.on_run_unmapped(&run, &strays),
             }

@@ -8,11 +8,11 @@ use crate::{
         Span, SpanKind,
         mapping::{Mapping, Mappings, Runs},
     },
-    block::{BlockId, BlockState},
+    block::{Block, BlockId, BlockState},
     device::{DeviceState, Request},
     history::Action,
     id::{DevicePtr, PhysicalHandle},
-    plan::{Map, MapFailure, Plan, Reserve, Stray},
+    plan::{Map, MapFailure, Plan, ReleaseRun, Reserve, Stray},
     size::round_up,
 };
 
@@ -46,10 +46,8 @@ impl DeviceState {
         let class = self.pools[request.pool].class;
         let mut handles = handles.into_iter();
         for hole in &map.holes {
-            let mut address = hole.address;
-            for (size, handle) in hole.handles.iter().zip(handles.by_ref()) {
-                self.spans[span].mappings_mut().insert(Mapping { address, size: *size, handle });
-                address += size;
+            for mapping in hole.filled_with(&mut handles) {
+                self.spans[span].mappings_mut().insert(mapping);
             }
             self.stats.on_handles_created(class, hole.size(), hole.handles.len());
             self.record(Action::SegmentMap, hole.address, hole.size(), request.pool);
@@ -71,15 +69,35 @@ impl DeviceState {
             self.stats.on_handles_created(class, *size, 1);
             self.strays.push(Stray { device: self.id, handle: *handle, size: *size, class });
         }
+        for (block, mappings) in &failure.stuck {
+            self.keep_stuck(*block, mappings);
+        }
         for piece in &map.pieces {
-            let is_hole = map.holes.iter().any(|hole| hole.block == *piece);
-            if !is_hole {
+            if !map.holes.iter().any(|hole| hole.block == *piece) {
                 self.blocks[*piece].state = BlockState::Free;
                 self.coalesce_and_index(*piece);
-            } else if !failure.stuck {
+            } else if !failure.stuck.iter().any(|(block, _)| block == piece) {
                 self.make_unmapped(*piece);
             }
         }
+    }
+
+    /// Takes note of mappings at the start of a claimed hole that nobody can use or undo: they are memory that goes
+    /// back the next time that any does.
+    fn keep_stuck(&mut self, block: BlockId, mappings: &[Mapping]) {
+        let Block { address, size: hole_size, span, pool, .. } = self.blocks[block];
+        let size = mappings.iter().map(|mapping| mapping.size).sum();
+        for mapping in mappings {
+            self.spans[span].mappings_mut().insert(*mapping);
+        }
+        self.stats.on_handles_created(self.pools[pool].class, size, mappings.len());
+        self.record(Action::SegmentMap, address, size, pool);
+        if size < hole_size {
+            let rest = self.blocks.split(block, size);
+            self.make_unmapped(rest);
+        }
+        let (device, address, handles) = (self.id, DevicePtr(address), mappings.to_vec());
+        self.stuck.push(ReleaseRun { device, block, address, size, handles, is_stuck: true });
     }
 
     /// The block's addresses have no memory any more; unites it with its unmapped neighbours.

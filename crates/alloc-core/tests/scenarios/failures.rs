@@ -53,6 +53,26 @@ fn handle_that_could_not_be_released_is_counted_and_released_later() {
     rig.finish();
 }
 
+#[test]
+fn mapping_that_could_not_be_undone_is_counted_and_undone_later() {
+    let mut rig = Rig::new("policy:expandable");
+    let held = rig.malloc(15 * MIB, MAIN);
+    rig.gpu.fail_next(Call::SetAccess, 0, Status::Unknown);
+    rig.gpu.fail_next(Call::Unmap, 0, Status::Unknown);
+    assert!(rig.try_malloc(60 * MIB, MAIN).is_err());
+    assert_eq!(rig.reserved(), 80 * MIB, "the handles that were mapped are still there");
+    assert_eq!(rig.gpu.physical_bytes(DEVICE).current, 80 * MIB);
+    // Emptying the cache tries it a second time.
+    rig.gpu.fail_next(Call::Unmap, 0, Status::Unknown);
+    rig.gpu.fail_next(Call::Unmap, 1, Status::Unknown);
+    assert!(rig.allocator.empty_cache().is_err());
+    assert_eq!(rig.reserved(), 80 * MIB);
+    let next = rig.malloc(60 * MIB, MAIN);
+    rig.write(MAIN, next);
+    rig.write(MAIN, held);
+    rig.finish();
+}
+
 /// A program that comes by every kind of call: two devices, growth, pending frees, a capture, a full device.
 fn program(rig: &mut Rig) {
     let main = rig.try_malloc(100 * MIB, MAIN);
