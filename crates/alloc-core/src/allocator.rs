@@ -22,7 +22,7 @@ use crate::{
     execute::execute,
     id::{DeviceId, DevicePtr, PoolId, Stream, StreamHandle},
     ladder::{Ladder, Rung, Step},
-    plan::{Outcome, Plan},
+    plan::{Outcome, Plan, Synchronize},
     size::REQUEST_MAX,
     sync::{AtomicUsize, Mutex, MutexGuard},
 };
@@ -191,11 +191,35 @@ impl<D: Driver> Allocator<D> {
     }
 
     fn carry_out(&self, plan: Plan) -> Outcome {
-        if let Plan::CallBack = plan {
-            let callback = self.callback.lock().ok().and_then(|callback| callback.clone());
-            return Outcome::CalledBack(callback.is_some_and(|callback| callback()));
+        match plan {
+            Plan::CallBack => {
+                let callback = self.callback.lock().ok().and_then(|callback| callback.clone());
+                Outcome::CalledBack(callback.is_some_and(|callback| callback()))
+            }
+            Plan::Synchronize(mut synchronize) => {
+                if self.name_streams(&mut synchronize) {
+                    execute(&self.driver, Plan::Synchronize(synchronize))
+                } else {
+                    Outcome::Synchronized(synchronize, Ok(false))
+                }
+            }
+            plan => execute(&self.driver, plan),
         }
-        execute(&self.driver, plan)
+    }
+
+    /// Completes the streams that may be capturing while devices are synchronised, which would spoil the capture: other
+    /// devices know of their own. Returns false if streams that no device has met yet may be capturing.
+    fn name_streams(&self, synchronize: &mut Synchronize) -> bool {
+        let Synchronize { devices, streams, .. } = synchronize;
+        let mut are_known = true;
+        for device in devices.iter().filter_map(|id| self.devices.get(*id)) {
+            let Ok(state) = device.fast() else { return false };
+            streams.extend(state.streams.live_targets(devices));
+            are_known &= !state.pools.has_silent_route();
+        }
+        streams.sort_unstable();
+        streams.dedup();
+        are_known
     }
 
     /// Takes memory back. `hint` is the device that the caller believes it to be on; it is looked for there first.
@@ -288,10 +312,10 @@ impl<D: Driver> Allocator<D> {
     fn wait_for_unknown_stream(&self, device: &Device) -> RecordOutcome {
         let plan = device.fast().map(|mut state| {
             state.stats.dead_streams += 1;
-            state.plan_synchronize_device()
+            state.plan_synchronize_devices(vec![device.id])
         });
         let Ok(plan) = plan else { return RecordOutcome::Broken };
-        let outcome = execute(&self.driver, plan);
+        let outcome = self.carry_out(plan);
         if let Ok(mut state) = device.fast() {
             let _ = state.commit(outcome);
         }
@@ -315,7 +339,7 @@ impl<D: Driver> Allocator<D> {
     /// # Errors
     ///
     /// [`AllocError::Driver`] if no event could be recorded on it; the memory that it used is then held until a
-    /// synchronise of the memory's device, and for good if the stream is another device's.
+    /// synchronise of the stream's device.
     pub fn retire_stream(&self, stream: StreamHandle) -> Result<(), AllocError> {
         let mut result = Ok(());
         for device in self.devices.starting_with(DeviceId(0)) {

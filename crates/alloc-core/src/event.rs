@@ -160,10 +160,10 @@ impl StreamTable {
         (0..self.streams.len() as u32).map(StreamIx)
     }
 
-    /// The streams of `device` that a driver call may name.
-    pub(crate) fn live_targets(&self, device: DeviceId) -> Vec<Stream> {
+    /// The streams of `devices` that a driver call may name.
+    pub(crate) fn live_targets(&self, devices: &[DeviceId]) -> Vec<Stream> {
         let live = self.streams.iter().filter(|state| !state.retired);
-        live.map(|state| state.target).filter(|target| target.device == device).collect()
+        live.map(|state| state.target).filter(|target| devices.contains(&target.device)).collect()
     }
 
     /// The stream itself.
@@ -191,11 +191,14 @@ impl StreamTable {
         self.state_mut(stream).retired = true;
     }
 
-    /// Whether there is a retired stream of `device` on which nothing could be recorded: only a device synchronise can
-    /// tell that it is over.
-    pub(crate) fn has_unanswered(&self, device: DeviceId) -> bool {
-        let mut retired = self.streams.iter().filter(|state| state.retired && state.target.device == device);
-        retired.any(|state| state.recorded < state.current())
+    /// The devices of retired streams on which nothing could be recorded: only a synchronise of the whole device can
+    /// tell that such a stream is over.
+    pub(crate) fn unanswered_devices(&self) -> Vec<DeviceId> {
+        let unanswered = self.streams.iter().filter(|state| state.retired && state.recorded < state.current());
+        let mut devices: Vec<DeviceId> = unanswered.map(|state| state.target.device).collect();
+        devices.sort_unstable();
+        devices.dedup();
+        devices
     }
 
     /// Lets a block of `size` bytes wait for `stream`'s current epoch. Returns whether that epoch should be closed now.
@@ -454,12 +457,12 @@ mod tests {
         let closing = table.begin_close(stream, 1).expect("no event yet");
         table.retire(stream);
         assert_eq!(table.current_epoch(stream), closing.epoch);
-        assert!(table.has_unanswered(DeviceId(0)) && !table.has_unanswered(DeviceId(1)));
+        assert_eq!(table.unanswered_devices(), [DeviceId(0)]);
         table.commit_close(&closing, Closed::Recorded(Event(9)), None);
-        assert!(!table.has_unanswered(DeviceId(0)));
+        assert_eq!(table.unanswered_devices(), []);
         table.wait_for_current(stream, block(1), 512);
         assert!(table.begin_close(stream, closing.epoch).is_none());
-        assert_eq!(table.live_targets(DeviceId(0)), []);
+        assert_eq!(table.live_targets(&[DeviceId(0)]), []);
         table.finish(stream, closing.epoch);
         assert!(table.is_over(stream));
         assert_eq!(table.next_released(stream), Some(block(1)));
@@ -479,7 +482,7 @@ mod tests {
         }
         let released: Vec<_> = std::iter::from_fn(|| table.next_released(stream)).collect();
         assert_eq!(released, [block(1), block(2)]);
-        assert!(table.is_over(stream) && !table.has_unanswered(DeviceId(0)));
+        assert!(table.is_over(stream) && table.unanswered_devices().is_empty());
     }
 
     #[test]

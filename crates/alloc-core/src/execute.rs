@@ -159,7 +159,7 @@ fn synchronize_unless_capturing<D: Driver>(driver: &D, plan: &Synchronize) -> Re
             Err(error) => return Err(error),
         }
     }
-    driver.synchronize_device(plan.device).map(|()| true)
+    plan.devices.iter().try_for_each(|device| driver.synchronize_device(*device)).map(|()| true)
 }
 
 /// Creates the handles of all holes and maps them; on failure undoes what was done.

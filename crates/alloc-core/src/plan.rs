@@ -24,7 +24,7 @@ pub(crate) enum Plan {
     Poll(Vec<Mark>),
     /// Wait on the host until all marks are reached. Under no lock.
     Wait(Vec<Mark>),
-    /// Wait on the host until the device is idle, unless one of these streams is capturing. Under no lock.
+    /// Wait on the host until devices are idle, unless one of their streams is capturing. Under no lock.
     Synchronize(Synchronize),
     /// Allocate a segment.
     Obtain(Obtain),
@@ -38,10 +38,11 @@ pub(crate) enum Plan {
     CallBack,
 }
 
-/// A device synchronise, and the epochs that it proves over.
+/// Synchronises of devices, and the epochs that they prove over.
 #[derive(Debug)]
 pub(crate) struct Synchronize {
-    pub(crate) device: DeviceId,
+    pub(crate) devices: Vec<DeviceId>,
+    /// Streams of these devices: none of them may be capturing.
     pub(crate) streams: Vec<Stream>,
     pub(crate) epochs: Vec<(StreamIx, Epoch)>,
     /// How many private pools had been released when it was planned.

@@ -64,6 +64,10 @@ pub(crate) struct PrivatePool {
     pub(crate) id: PoolId,
     pub(crate) state: PrivateState,
     pub(crate) pools: Vec<PoolIx>,
+    /// Begins that have not ended: requests are being routed here, perhaps those of a capture.
+    open: u32,
+    /// Whether no request has come since the last begin, so that a capture's streams may not be known yet.
+    is_silent: bool,
 }
 
 /// See the [module](self).
@@ -99,6 +103,7 @@ impl PoolSet {
     }
 
     fn of_private(&mut self, private: PrivateIx, stream: StreamIx, class: SizeClass) -> PoolIx {
+        self.private_mut(private).is_silent = false;
         let is_it = |pool: &&PoolIx| self[**pool].stream == stream && self[**pool].class == class;
         if let Some(pool) = self.private(private).pools.iter().find(is_it) {
             return *pool;
@@ -150,13 +155,30 @@ impl PoolSet {
     /// Creates a private pool, or counts one more user. A released pool of the same name stays released.
     pub(crate) fn begin(&mut self, id: PoolId) -> PrivateIx {
         let Some(private) = self.find_live(id) else {
-            let pool = PrivatePool { id, state: PrivateState::Live { users: 1 }, pools: Vec::new() };
+            let state = PrivateState::Live { users: 1 };
+            let pool = PrivatePool { id, state, pools: Vec::new(), open: 1, is_silent: true };
             return PrivateIx(place(&mut self.privates, pool));
         };
-        if let PrivateState::Live { users } = &mut self.private_mut(private).state {
+        let pool = self.private_mut(private);
+        if let PrivateState::Live { users } = &mut pool.state {
             *users += 1;
         }
+        pool.open += 1;
+        pool.is_silent = true;
         private
+    }
+
+    /// Answers one begin: its requests are no longer routed to the pool.
+    pub(crate) fn end(&mut self, id: PoolId) {
+        if let Some(private) = self.find_live(id) {
+            let pool = self.private_mut(private);
+            pool.open = pool.open.saturating_sub(1);
+        }
+    }
+
+    /// Whether streams that have asked for nothing yet may be capturing: a pool has begun, and no request has come.
+    pub(crate) fn has_silent_route(&self) -> bool {
+        self.privates().any(|(_, pool)| pool.open > 0 && pool.is_silent)
     }
 
     /// Counts one user less; returns whether it was the last.

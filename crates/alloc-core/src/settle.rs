@@ -5,7 +5,7 @@ use crate::{
     device::DeviceState,
     driver::DriverError,
     event::{Closed, Closing, Mark, StreamIx},
-    id::Event,
+    id::{DeviceId, Event},
     last_use::Epoch,
     plan::{Plan, Synchronize},
 };
@@ -75,18 +75,21 @@ impl DeviceState {
         (!marks.is_empty()).then_some(Plan::Wait(marks))
     }
 
-    /// A device synchronise, if released private pools hold memory that waits for one, or nothing else can answer for a
-    /// stream that is gone.
+    /// Device synchronises, if released private pools hold memory that waits for one, or nothing else can answer for
+    /// streams that are gone, of this device or of another.
     pub(crate) fn plan_synchronize(&mut self) -> Option<Plan> {
-        let is_needed = self.pools.has_unproven() || self.streams.has_unanswered(self.id);
-        is_needed.then(|| self.plan_synchronize_device())
+        let mut devices = self.streams.unanswered_devices();
+        if self.pools.has_unproven() && !devices.contains(&self.id) {
+            devices.push(self.id);
+        }
+        (!devices.is_empty()).then(|| self.plan_synchronize_devices(devices))
     }
 
-    /// A device synchronise.
-    pub(crate) fn plan_synchronize_device(&mut self) -> Plan {
-        let streams = self.streams.live_targets(self.id);
+    /// Synchronises of these devices.
+    pub(crate) fn plan_synchronize_devices(&mut self, devices: Vec<DeviceId>) -> Plan {
+        let streams = self.streams.live_targets(&devices);
         let epochs = self.streams.begin_synchronize();
-        Plan::Synchronize(Synchronize { device: self.id, streams, epochs, releases: self.pools.releases() })
+        Plan::Synchronize(Synchronize { devices, streams, epochs, releases: self.pools.releases() })
     }
 
     /// Takes note of closed epochs.
@@ -126,16 +129,18 @@ impl DeviceState {
         }
     }
 
-    /// Takes note of a device synchronise: what it proves over, and that no graph runs on pools released before it.
+    /// Takes note of device synchronises: what they prove over, and that no graph runs on pools released before.
     pub(crate) fn commit_synchronize(&mut self, synchronize: &Synchronize) {
         self.stats.host_waits += 1;
         for (stream, epoch) in &synchronize.epochs {
-            if self.streams.target(*stream).device == self.id {
+            if synchronize.devices.contains(&self.streams.target(*stream).device) {
                 self.streams.finish(*stream, *epoch);
                 self.release_waiting(*stream);
             }
         }
-        self.pools.prove(synchronize.releases);
+        if synchronize.devices.contains(&self.id) {
+            self.pools.prove(synchronize.releases);
+        }
     }
 
     /// Blocks that waited for what is over now.

@@ -44,11 +44,16 @@ impl<D: Driver> Allocator<D> {
     /// Ends the routing that the last [`begin_pool`](Self::begin_pool) of this pool began. The pool lives on.
     pub fn end_pool(&self, device: DeviceId, pool: PoolId) {
         let Some(device) = self.devices.get(device) else { return };
+        let mut has_ended = false;
         let _ = device.change_routes(|routes| {
             if let Some(position) = routes.iter().rposition(|(id, _)| *id == pool) {
                 routes.remove(position);
+                has_ended = true;
             }
         });
+        if has_ended && let Ok(mut state) = device.fast() {
+            state.pools.end(pool);
+        }
     }
 
     /// Answers one [`begin_pool`](Self::begin_pool). With the last, the pool's memory is quarantined until a device

@@ -118,3 +118,27 @@ fn abandoned_capture_leaves_a_pool_that_can_be_returned() {
         rig.finish();
     }
 }
+
+#[test]
+fn device_is_not_synchronised_while_a_capture_that_has_asked_for_nothing_may_be_under_way() {
+    for config in BOTH {
+        let mut rig = Rig::new(config);
+        rig.gpu.open_stream(SIDE).expect("the stream can be made");
+        let graph = capture(&mut rig);
+        rig.gpu.destroy_graph(graph).expect("it exists");
+        rig.release_pool(POOL);
+        // No request has named this stream, so the allocator cannot ask whether it is capturing.
+        let unknown = alloc_core::id::StreamHandle(0x20);
+        rig.gpu.open_stream(unknown).expect("the stream can be made");
+        rig.begin_pool(PoolId(2, 0), unknown);
+        rig.gpu.begin_capture(unknown, CaptureMode::Global).expect("it can capture");
+        rig.allocator.empty_cache().expect("what may go back does");
+        assert_eq!(rig.reserved(), 20 * MIB, "the released pool is not proven idle");
+        rig.gpu.end_capture(unknown).expect("nothing spoiled it");
+        rig.allocator.end_pool(crate::rig::DEVICE, PoolId(2, 0));
+        rig.release_pool(PoolId(2, 0));
+        rig.allocator.empty_cache().expect("all can go back");
+        assert_eq!(rig.reserved(), 0);
+        rig.finish();
+    }
+}

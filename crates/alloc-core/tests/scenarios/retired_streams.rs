@@ -3,9 +3,9 @@
 use alloc_core::{
     driver::{
         Call, Status,
-        sim::{GraphId, SimError, Violation},
+        sim::{GraphId, SimError, SimOptions, Violation},
     },
-    id::{DevicePtr, PoolId},
+    id::{DeviceId, DevicePtr, PoolId},
 };
 
 use crate::rig::{DEVICE, MAIN, MIB, Rig, SIDE};
@@ -139,6 +139,27 @@ fn retired_stream_without_an_event_is_answered_for_by_a_device_synchronise() {
         let all = rig.malloc(240 * MIB, MAIN);
         rig.write(MAIN, all);
         assert_eq!(rig.gpu.call_count(Call::SynchronizeDevice), 1);
+        rig.finish();
+    }
+}
+
+#[test]
+fn retired_stream_of_another_device_without_an_event_is_answered_for_by_a_synchronise_of_that_device() {
+    let other = DeviceId(1);
+    for config in BOTH {
+        let options = SimOptions { devices: 2, capacity_bytes: 256 * MIB, ..SimOptions::default() };
+        let mut rig = Rig::on(config, options);
+        let block = rig.malloc(4 * MIB, MAIN);
+        rig.gpu.set_current_device(other).expect("it exists");
+        rig.malloc_on(4 * MIB, other, SIDE).expect("there is memory");
+        rig.record_stream(block, SIDE);
+        rig.write(SIDE, block);
+        rig.gpu.fail_next(Call::RecordEvent, 0, Status::Unknown);
+        rig.allocator.retire_stream(SIDE).expect_err("no event could be recorded");
+        rig.gpu.destroy_stream(SIDE).expect("it exists");
+        rig.free(block);
+        rig.allocator.empty_cache().expect("all that is free can be returned");
+        assert_eq!(rig.reserved(), 0);
         rig.finish();
     }
 }
