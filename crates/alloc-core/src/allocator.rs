@@ -280,18 +280,27 @@ impl<D: Driver> Allocator<D> {
                 continue;
             }
             drop(state);
-            let outcome = self.record_on(device, address, stream_key(device.id, stream));
-            let current = if stream.is_default() && self.devices.len() > 1 { self.current_device() } else { None };
-            return match current.filter(|current| *current != device.id) {
-                Some(current) => self.record_on(device, address, stream_key(current, stream)),
-                None => outcome,
-            };
+            let others = if stream.is_default() { self.may_be_current() } else { Vec::new() };
+            let others = others.into_iter().filter(|other| *other != device.id);
+            return others.fold(self.record_on(device, address, stream_key(device.id, stream)), |outcome, other| {
+                match self.record_on(device, address, stream_key(other, stream)) {
+                    RecordOutcome::Recorded => outcome,
+                    failure => failure,
+                }
+            });
         }
         RecordOutcome::NotOurs
     }
 
-    fn current_device(&self) -> Option<DeviceId> {
-        self.driver.current_device().ok().flatten()
+    /// The devices that may be the calling thread's current one: all in use, if the driver does not say which.
+    fn may_be_current(&self) -> Vec<DeviceId> {
+        if self.devices.len() < 2 {
+            return Vec::new();
+        }
+        match self.driver.current_device() {
+            Ok(current) => current.into_iter().collect(),
+            Err(_) => self.devices_in_use(),
+        }
     }
 
     fn record_on(&self, device: &Device, address: DevicePtr, key: StreamKey) -> RecordOutcome {

@@ -127,3 +127,22 @@ fn new_device_reaches_what_was_mapped_before_it_came() {
         rig.finish();
     }
 }
+
+#[test]
+fn default_stream_is_recorded_on_every_device_if_the_driver_does_not_say_which_is_current() {
+    let options = SimOptions { devices: 2, capacity_bytes: 256 * MIB, ..SimOptions::default() };
+    for config in BOTH {
+        let mut rig = Rig::on(config, options.clone());
+        let block = rig.malloc(4 * MIB, SIDE);
+        rig.malloc_on(4 * MIB, DeviceId(1), MAIN).expect("there is memory");
+        rig.gpu.set_current_device(DeviceId(1)).expect("it exists");
+        rig.write(MAIN, block);
+        rig.gpu.fail_next(Call::CurrentContext, 0, Status::InvalidContext);
+        rig.record_stream(block, MAIN);
+        rig.free(block);
+        let next = rig.malloc(4 * MIB, SIDE);
+        assert_ne!(next, block, "the other device's default stream uses it");
+        rig.write(SIDE, next);
+        rig.finish();
+    }
+}
