@@ -25,7 +25,7 @@ impl BlockId {
 /// What a block is used for at the moment. Every block is in exactly one state.
 ///
 /// `Unmapped → Free → Allocated → Pending → Free`; `Pending ↔ Deferred` while a stream that used the block captures;
-/// `Free → Claimed → …` and `Unmapped → Claimed → …` while a plan is carried out.
+/// `Free → Claimed → Stale → Unmapped` for memory that moves away; `Free → Claimed → …` and `Unmapped → Claimed → …` while a plan is carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BlockState {
     /// Addresses with no memory behind them, in a range.
@@ -46,6 +46,8 @@ pub(crate) enum BlockState {
     },
     /// Set aside for a plan that is under way: neither allocatable nor coalescible, but still counted.
     Claimed,
+    /// Addresses whose memory has moved away; still mapped, until the last use there is over.
+    Stale,
     /// Free memory of a released private pool, in its pool's index but out of reach: a graph may still run on it.
     Quarantined,
 }

@@ -122,6 +122,7 @@ impl DeviceState {
         ensure!(is_hole == (block.state == BlockState::Unmapped), "block {address:#x}: among the holes {is_hole}");
         match block.state {
             BlockState::Unmapped | BlockState::Claimed => {}
+            BlockState::Stale => ensure!(self.stale.contains(address, id), "stale block {address:#x} is not known"),
             BlockState::Free => {
                 ensure!(self.pools.is_live(block.pool), "block {address:#x} is free in a released pool");
                 ensure!(block.requested == 0, "free block {address:#x} has a request");
@@ -163,7 +164,7 @@ impl DeviceState {
             next = block.next;
             match block.state {
                 BlockState::Claimed => {}
-                BlockState::Unmapped => {
+                BlockState::Unmapped | BlockState::Stale => {
                     ensure!(mappings.is_free(block.address, block.end()), "hole {:#x} has memory", block.address);
                 }
                 _ => ensure!(mappings.covers(block.address, block.end()), "block {:#x} lacks memory", block.address),
@@ -217,7 +218,7 @@ impl DeviceState {
                 sums.inactive_split_bytes[class] += pieces.bytes;
                 return;
             }
-            BlockState::Unmapped | BlockState::Claimed => return,
+            BlockState::Unmapped | BlockState::Claimed | BlockState::Stale => return,
         }
         sums.active[class] += 1;
         sums.active_bytes[class] += block.size;

@@ -59,9 +59,11 @@ named_choice! {
         /// Torch's default rules: blocks are cut from segments, each one driver allocation.
         Native = "native",
         /// Torch's rules for expandable segments: address ranges that grow. A device without virtual memory management
-        /// gets [`Native`](Self::Native) instead.
-        #[default]
+        /// gets [`Native`](Self::Native) instead, as with [`Rallocator`](Self::Rallocator).
         Expandable = "expandable",
+        /// Our own: address ranges that grow, and whole idle handles that move to where they are needed.
+        #[default]
+        Rallocator = "rallocator",
     }
 }
 
@@ -75,6 +77,20 @@ named_choice! {
         All = "all",
         /// None.
         None = "none",
+    }
+}
+
+named_choice! {
+    /// Whether a stream may be made to wait for another, on the GPU, to get memory that the other used last. Two streams
+    /// that a program keeps apart on purpose, as those of two communicators, may deadlock if they are tied together.
+    CrossStreamReuse {
+        /// Never: memory goes from stream to stream only when its last use is known to be over.
+        Done = "done",
+        /// For streams that the program asks for memory on, not for those that only `record_stream` named.
+        #[default]
+        Owned = "owned",
+        /// For every stream.
+        All = "all",
     }
 }
 
@@ -105,6 +121,9 @@ pub struct Config {
     pub per_process_memory_fraction: f64,
     /// `peers`: who may reach mapped memory from another device. Default: devices in use.
     pub peers: Peers,
+    /// `cross_stream_reuse`: whether streams may wait for each other on the GPU for the sake of memory. Default: those
+    /// that ask for memory. Acts under `policy:rallocator` only.
+    pub cross_stream_reuse: CrossStreamReuse,
     /// `history_limit`: how many of the latest events are kept for snapshots. Default: 0, which keeps none.
     pub history_limit: usize,
 }
@@ -120,6 +139,7 @@ impl Default for Config {
             large_segment_size: setting::DEFAULT_LARGE_SEGMENT_SIZE,
             per_process_memory_fraction: 1.0,
             peers: Peers::default(),
+            cross_stream_reuse: CrossStreamReuse::default(),
             history_limit: 0,
         }
     }

@@ -18,6 +18,7 @@ use crate::{
     pool::FreeBlock,
     pool_set::{PoolIx, PoolSet, PrivateIx},
     size::{self, BLOCK_GRANULARITY, SMALL_REQUEST_MAX, SizeClass},
+    stale::StaleTable,
     stats::{Pieces, Stats, Weight, is_oversize},
 };
 
@@ -50,8 +51,8 @@ pub(crate) struct DeviceState {
     pub(crate) id: DeviceId,
     pub(crate) config: Config,
     pub(crate) capabilities: Capabilities,
-    /// Whether memory comes from address ranges; else from segments.
-    pub(crate) is_paged: bool,
+    /// The rules in force: the policy's, unless the device cannot do what they need.
+    pub(crate) rules: Policy,
     /// Reserved bytes may not exceed this.
     pub(crate) limit: u64,
     /// The fraction of the device that `limit` was computed from.
@@ -63,6 +64,8 @@ pub(crate) struct DeviceState {
     pub(crate) spans: SpanTable,
     pub(crate) streams: StreamTable,
     pub(crate) pins: PinTable,
+    /// Addresses whose memory has moved away.
+    pub(crate) stale: StaleTable,
     /// Handles that the driver did not take back; see [`Stray`].
     pub(crate) strays: Vec<Stray>,
     /// Mappings that nobody can use and that the driver did not undo when asked; see [`ReleaseRun::is_stuck`].
@@ -75,7 +78,7 @@ impl DeviceState {
     pub(crate) fn new(id: DeviceId, capabilities: Capabilities, config: &Config) -> Self {
         let mut state = Self {
             id,
-            is_paged: config.policy == Policy::Expandable && capabilities.virtual_memory,
+            rules: if capabilities.virtual_memory { config.policy } else { Policy::Native },
             limit: u64::MAX,
             fraction: 1.0,
             access: vec![id],
@@ -84,6 +87,7 @@ impl DeviceState {
             spans: SpanTable::default(),
             streams: StreamTable::default(),
             pins: PinTable::default(),
+            stale: StaleTable::default(),
             strays: Vec::new(),
             stuck: Vec::new(),
             stats: Stats::default(),
@@ -95,6 +99,11 @@ impl DeviceState {
             state.set_fraction(config.per_process_memory_fraction);
         }
         state
+    }
+
+    /// Whether memory comes from address ranges; else it comes from segments.
+    pub(crate) fn is_paged(&self) -> bool {
+        self.rules != Policy::Native
     }
 
     /// Limits reserved memory to a part of the device. A limit below what is reserved already stops growth only.
@@ -128,7 +137,7 @@ impl DeviceState {
     fn fitting(&self, request: &Request) -> Option<FreeBlock> {
         let index = &self.pools[request.pool].index;
         let mut block = index.best_fit(request.rounded)?;
-        if self.is_paged {
+        if self.rules == Policy::Expandable {
             // A block that can grow counts as large as it can become, so the one before a large hole comes last.
             while let Some(next) = index.after(block) {
                 if self.expandable_size(next.id) >= self.expandable_size(block.id) {
@@ -180,7 +189,7 @@ impl DeviceState {
     }
 
     fn is_worth_splitting(&self, request: &Request, class: SizeClass, rest: u64) -> bool {
-        if class == SizeClass::Small || self.is_paged {
+        if class == SizeClass::Small || self.is_paged() {
             rest >= BLOCK_GRANULARITY
         } else {
             !is_oversize(request.rounded, self.config.max_split_size) && rest > SMALL_REQUEST_MAX
@@ -253,18 +262,23 @@ impl DeviceState {
     }
 
     /// Nobody but the block's own stream can still be using it.
-    fn make_idle(&mut self, id: BlockId) {
-        let weight = self.weight(id);
-        self.stats.on_idle(weight);
+    pub(crate) fn make_idle(&mut self, id: BlockId) {
+        self.on_free_completed(id);
         let pool = self.blocks[id].pool;
-        self.record(Action::FreeCompleted, self.blocks[id].address, weight.requested, pool);
         let own = self.pools[pool].stream;
         let block = &mut self.blocks[id];
         block.last_use.keep_only(own);
-        block.requested = 0;
         block.idle_since = self.pools[pool].requests;
         block.state = self.pools.idle_state(pool);
         self.coalesce_and_index(id);
+    }
+
+    /// Counts a block that the program freed as reusable.
+    pub(crate) fn on_free_completed(&mut self, id: BlockId) {
+        let weight = self.weight(id);
+        self.stats.on_idle(weight);
+        self.record(Action::FreeCompleted, self.blocks[id].address, weight.requested, self.blocks[id].pool);
+        self.blocks[id].requested = 0;
     }
 
     /// Unites an idle block, which is in no index, with its idle neighbours, and puts the result into the index.
@@ -305,7 +319,7 @@ impl DeviceState {
     /// What torch counts as `inactive_split` of an idle block: all of it, if it is a piece of a segment.
     pub(crate) fn inactive_split(&self, id: BlockId) -> Pieces {
         let block = &self.blocks[id];
-        if !self.is_paged && block.is_split() { Pieces { blocks: 1, bytes: block.size } } else { Pieces::default() }
+        if !self.is_paged() && block.is_split() { Pieces { blocks: 1, bytes: block.size } } else { Pieces::default() }
     }
 
     pub(crate) fn class(&self, id: BlockId) -> SizeClass {

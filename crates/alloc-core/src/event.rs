@@ -222,6 +222,23 @@ impl StreamTable {
         state.waiting.iter().rev().take_while(|(epoch, _)| *epoch > state.recorded).map(|(_, block)| *block)
     }
 
+    /// The first mark that answers for `epoch`, if there is one.
+    pub(crate) fn mark_for(&self, stream: StreamIx, epoch: Epoch) -> Option<Mark> {
+        self.marks(stream).find(|mark| mark.epoch >= epoch)
+    }
+
+    /// A block waits for `stream` no longer.
+    pub(crate) fn cancel_wait(&mut self, stream: StreamIx, block: BlockId) {
+        self.state_mut(stream).waiting.retain(|(_, waiting)| *waiting != block);
+    }
+
+    /// A block waits for `stream` after all, for an epoch that is not over.
+    pub(crate) fn wait_again(&mut self, stream: StreamIx, epoch: Epoch, block: BlockId) {
+        let waiting = &mut self.state_mut(stream).waiting;
+        let position = waiting.partition_point(|(other, _)| *other <= epoch);
+        waiting.insert(position, (epoch, block));
+    }
+
     /// Starts to close the open epoch of `stream`, if no event answers for `epoch` yet. Nothing can be recorded on a
     /// retired stream.
     pub(crate) fn begin_close(&mut self, stream: StreamIx, epoch: Epoch) -> Option<Closing> {

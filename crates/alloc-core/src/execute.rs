@@ -4,10 +4,11 @@
 
 use crate::{
     backing::mapping::Mapping,
-    driver::{CaptureMode, CaptureStatus, Completion, Driver, DriverError, Status},
+    block::BlockId,
+    driver::{Call, CaptureMode, CaptureStatus, Completion, Driver, DriverError, Status},
     event::{Closed, Closing, Mark},
-    id::{DevicePtr, Event, PhysicalHandle},
-    plan::{Map, MapFailure, Outcome, Plan, Release, ReleaseRun, Released, RunOutcome, Synchronize},
+    id::{DevicePtr, Event, PhysicalHandle, Stream},
+    plan::{Map, MapFailure, Outcome, Plan, Release, ReleaseRun, Released, RunOutcome, Source, Synchronize, UnmapRun},
 };
 
 /// Makes the plan's calls. Whatever some stream is capturing meanwhile is not disturbed.
@@ -52,6 +53,11 @@ fn execute_relaxed<D: Driver>(driver: &D, plan: Plan) -> Outcome {
             let result = create_and_map(driver, &map);
             Outcome::Mapped(map, result)
         }
+        Plan::Unmap(runs) => unmap(driver, runs),
+        Plan::TakeOver(taken) => {
+            let result = wait_on_gpu(driver, taken.stream, &taken.waits);
+            Outcome::TookOver(taken, result)
+        }
         Plan::Release(release) => Outcome::Released(give_back(driver, release)),
         Plan::Close(_) | Plan::CallBack => unreachable!("carried out without a change of mode"),
     }
@@ -66,6 +72,8 @@ fn refuse(plan: Plan, error: DriverError) -> Outcome {
         Plan::Obtain(obtain) => Outcome::Obtained(obtain, Err(error)),
         Plan::Reserve(reserve) => Outcome::Reserved(reserve, Err(error)),
         Plan::Map(map) => Outcome::Mapped(map, Err(MapFailure { error, strays: Vec::new(), stuck: Vec::new() })),
+        Plan::Unmap(runs) => Outcome::Unmapped(runs.into_iter().map(|run| (run, false)).collect(), Some(error)),
+        Plan::TakeOver(taken) => Outcome::TookOver(taken, Err(error)),
         Plan::Release(release) => Outcome::Released(Released {
             segments: release.segments.into_iter().map(|segment| (segment, false)).collect(),
             runs: release.runs.into_iter().map(|run| (run, RunOutcome::Kept)).collect(),
@@ -162,22 +170,43 @@ fn synchronize_unless_capturing<D: Driver>(driver: &D, plan: &Synchronize) -> Re
     plan.devices.iter().try_for_each(|device| driver.synchronize_device(*device)).map(|()| true)
 }
 
-/// Creates the handles of all holes and maps them; on failure undoes what was done.
+/// Makes what `stream` gets from now on wait for the marks, on the GPU.
+///
+/// Refused if the stream is capturing: the graph would wait for something outside of it.
+fn wait_on_gpu<D: Driver>(driver: &D, stream: Stream, marks: &[Mark]) -> Result<(), DriverError> {
+    if marks.is_empty() {
+        return Ok(());
+    }
+    if driver.capture_status(stream)? != CaptureStatus::None {
+        return Err(DriverError { call: Call::WaitEvent, status: Status::CaptureIsolation });
+    }
+    marks.iter().try_for_each(|mark| driver.wait_event(stream, mark.event))
+}
+
+/// Fills all holes; on failure undoes what was done. Returns the handles that were created for it.
 fn create_and_map<D: Driver>(driver: &D, map: &Map) -> Result<Vec<PhysicalHandle>, MapFailure> {
-    let sizes = map.holes.iter().flat_map(|hole| hole.handles.iter().copied());
     let mut created = Vec::new();
     let mut mapped = 0;
-    let result = sizes
-        .into_iter()
-        .try_for_each(|size| {
-            created.push((driver.create_handle(map.device, size)?, size));
-            Ok(())
-        })
+    let result = wait_on_gpu(driver, map.stream, &map.waits)
+        .and_then(|()| create_handles(driver, map, &mut created))
         .and_then(|()| map_holes(driver, map, &created, &mut mapped));
     match result {
         Ok(()) => Ok(created.into_iter().map(|(handle, _)| handle).collect()),
         Err(error) => Err(undo_map(driver, map, created, mapped, error)),
     }
+}
+
+fn create_handles<D: Driver>(
+    driver: &D,
+    map: &Map,
+    created: &mut Vec<(PhysicalHandle, u64)>,
+) -> Result<(), DriverError> {
+    for source in map.holes.iter().flat_map(|hole| &hole.sources) {
+        if let Source::New(size) = source {
+            created.push((driver.create_handle(map.device, *size)?, *size));
+        }
+    }
+    Ok(())
 }
 
 /// Maps the handles into the holes, in order; `mapped` tells how many were.
@@ -187,9 +216,9 @@ fn map_holes<D: Driver>(
     created: &[(PhysicalHandle, u64)],
     mapped: &mut usize,
 ) -> Result<(), DriverError> {
-    let mut handles = created.iter().map(|(handle, _)| *handle);
+    let mut created = created.iter().map(|(handle, _)| *handle);
     for hole in &map.holes {
-        for Mapping { address, size, handle } in hole.filled_with(&mut handles) {
+        for Mapping { address, size, handle } in hole.filled_with(&mut created) {
             driver.map(map.device, DevicePtr(address), size, handle)?;
             *mapped += 1;
         }
@@ -198,28 +227,43 @@ fn map_holes<D: Driver>(
     Ok(())
 }
 
-/// Takes back what was created, of which the first `mapped` handles were mapped.
+/// Takes back the first `mapped` mappings, and what was created for them and the others.
 fn undo_map<D: Driver>(
     driver: &D,
     map: &Map,
-    mut created: Vec<(PhysicalHandle, u64)>,
-    mapped: usize,
+    created: Vec<(PhysicalHandle, u64)>,
+    mut mapped: usize,
     error: DriverError,
 ) -> MapFailure {
-    let mut strays = created.split_off(mapped);
-    let mut stuck = Vec::new();
-    let mut mapped = created.iter().map(|(handle, _)| *handle);
+    let mut stuck: Vec<(BlockId, Vec<Mapping>)> = Vec::new();
+    let mut handles = created.iter().map(|(handle, _)| *handle);
     for hole in &map.holes {
-        let mappings: Vec<Mapping> = hole.filled_with(&mut mapped).collect();
+        let mut mappings = hole.filled_with(&mut handles);
+        mappings.truncate(mapped);
+        mapped -= mappings.len();
         let size: u64 = mappings.iter().map(|mapping| mapping.size).sum();
         if size > 0 && driver.unmap(map.device, DevicePtr(hole.address), size).is_err() {
             stuck.push((hole.block, mappings));
-        } else {
-            strays.extend(mappings.iter().map(|mapping| (mapping.handle, mapping.size)));
         }
     }
-    strays.retain(|(handle, _)| driver.release_handle(map.device, *handle).is_err());
+    let is_stuck = |handle| stuck.iter().flat_map(|(_, mappings)| mappings).any(|mapping| mapping.handle == handle);
+    let mut strays = created;
+    strays.retain(|(handle, _)| !is_stuck(*handle) && driver.release_handle(map.device, *handle).is_err());
     MapFailure { error, strays, stuck }
+}
+
+fn unmap<D: Driver>(driver: &D, runs: Vec<UnmapRun>) -> Outcome {
+    let mut first_error = None;
+    let unmapped = runs.into_iter().map(|run| {
+        let result = driver.unmap(run.device, run.address, run.size);
+        let is_unmapped = result.is_ok();
+        result.unwrap_or_else(|error| {
+            first_error.get_or_insert(error);
+        });
+        (run, is_unmapped)
+    });
+    let unmapped = unmapped.collect();
+    Outcome::Unmapped(unmapped, first_error)
 }
 
 fn give_back<D: Driver>(driver: &D, release: Release) -> Released {

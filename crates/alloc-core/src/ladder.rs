@@ -1,14 +1,16 @@
 //! What is tried when no free block fits, in which order.
 //!
 //! Before every rung the pool is searched again, since any rung, and any other thread, may have freed what is needed.
-//! The order is torch's (`malloc` in
+//! The order of the policies `native` and `expandable` is torch's (`malloc` in
 //! [CUDACachingAllocator.cpp](https://github.com/pytorch/pytorch/blob/v2.11.0/c10/cuda/CUDACachingAllocator.cpp)), with
 //! three differences: events are asked about here and not in every malloc; after the wait the pool is searched before the
 //! driver is asked for anything; the user's callback comes last, since it may throw away what took long to make.
 
 use crate::{
+    backing::moving::{Donors, Growth},
+    config::Policy,
     device::{DeviceState, Request},
-    driver::DriverError,
+    driver::{DriverError, Status},
     id::DevicePtr,
     plan::{Outcome, Plan},
 };
@@ -20,8 +22,18 @@ pub enum Rung {
     ClosePending,
     /// Ask the oldest events of every stream.
     Poll,
+    /// Unmap addresses whose memory has moved away, if there are enough of them.
+    UnmapBatch,
     /// Return segments that went unused long, if a threshold is set and passed.
     Collect,
+    /// Move idle handles.
+    Move,
+    /// Obtain new memory, as long as no more is reserved than the program is known to need at once.
+    GrowWithinNeed,
+    /// Hand a pending block on: the asking stream waits on the GPU for those that used it.
+    TakeOver,
+    /// Move idle handles of other streams too: the asking stream waits for them on the GPU.
+    MoveAfterWait,
     /// Obtain new memory.
     Grow,
     /// Return segments that must not be split.
@@ -32,6 +44,8 @@ pub enum Rung {
     CloseAll,
     /// Wait on the host for every event.
     Wait,
+    /// Unmap all addresses whose memory has moved away.
+    UnmapStale,
     /// Wait for the device, so that released private pools can go back.
     Synchronize,
     /// Return all cached memory.
@@ -43,8 +57,30 @@ pub enum Rung {
 }
 
 impl Rung {
-    /// Every rung, in order.
-    pub const ALL: [Self; 12] = [
+    /// Every rung there is.
+    pub const ALL: [Self; 18] = [
+        Self::ClosePending,
+        Self::Poll,
+        Self::UnmapBatch,
+        Self::Collect,
+        Self::Move,
+        Self::GrowWithinNeed,
+        Self::TakeOver,
+        Self::MoveAfterWait,
+        Self::Grow,
+        Self::ReleaseOversize,
+        Self::GrowAfterOversize,
+        Self::CloseAll,
+        Self::Wait,
+        Self::UnmapStale,
+        Self::Synchronize,
+        Self::ReleaseCached,
+        Self::GrowLast,
+        Self::CallBack,
+    ];
+
+    /// The order of torch's two policies.
+    const TORCH: &[Self] = &[
         Self::ClosePending,
         Self::Poll,
         Self::Collect,
@@ -59,10 +95,37 @@ impl Rung {
         Self::CallBack,
     ];
 
+    /// Our own order: memory that is there comes before memory that is not, and the GPU waits before the host does.
+    const RALLOCATOR: &[Self] = &[
+        Self::ClosePending,
+        Self::Poll,
+        Self::UnmapBatch,
+        Self::Move,
+        Self::GrowWithinNeed,
+        Self::TakeOver,
+        Self::CloseAll,
+        Self::MoveAfterWait,
+        Self::Grow,
+        Self::Wait,
+        Self::UnmapStale,
+        Self::Move,
+        Self::Synchronize,
+        Self::ReleaseCached,
+        Self::GrowLast,
+        Self::CallBack,
+    ];
+
     /// The rungs that give cached memory back: what `empty_cache` does. The second release returns the ranges that the
     /// first one emptied.
-    pub(crate) const EMPTY_CACHE: [Self; 5] =
-        [Self::CloseAll, Self::Wait, Self::Synchronize, Self::ReleaseCached, Self::ReleaseCached];
+    pub(crate) const EMPTY_CACHE: [Self; 6] =
+        [Self::CloseAll, Self::Wait, Self::UnmapStale, Self::Synchronize, Self::ReleaseCached, Self::ReleaseCached];
+
+    fn order(rules: Policy) -> &'static [Self] {
+        match rules {
+            Policy::Native | Policy::Expandable => Self::TORCH,
+            Policy::Rallocator => Self::RALLOCATOR,
+        }
+    }
 }
 
 /// How far the search for one request has come.
@@ -99,7 +162,7 @@ impl DeviceState {
         if let Some(address) = self.malloc(&ladder.request) {
             return Step::Done(address);
         }
-        while let Some(rung) = Rung::ALL.get(ladder.next).copied() {
+        while let Some(rung) = Rung::order(self.rules).get(ladder.next).copied() {
             ladder.next += 1;
             if rung == Rung::GrowLast && !ladder.was_retried {
                 ladder.was_retried = true;
@@ -124,12 +187,18 @@ impl DeviceState {
         match rung {
             Rung::ClosePending => self.plan_close_pending(),
             Rung::Poll => self.plan_poll(),
+            Rung::UnmapBatch => self.plan_unmap_batch(),
             Rung::Collect => self.plan_collect(),
+            Rung::Move => self.plan_move(request, Donors::Ordered, Growth::None),
+            Rung::GrowWithinNeed => self.plan_move(request, Donors::Ordered, Growth::WithinNeed),
+            Rung::TakeOver => self.plan_take_over(request),
+            Rung::MoveAfterWait => self.plan_move(request, Donors::AfterWait, Growth::None),
             Rung::Grow | Rung::GrowLast => self.plan_growth(request),
             Rung::ReleaseOversize => self.plan_release_oversize(request),
             Rung::GrowAfterOversize => self.config.max_split_size.and_then(|_| self.plan_growth(request)),
             Rung::CloseAll => self.plan_close_all(),
             Rung::Wait => self.plan_wait(),
+            Rung::UnmapStale => self.plan_unmap_stale(),
             Rung::Synchronize => self.plan_synchronize(),
             Rung::ReleaseCached => self.plan_release_all(false),
             Rung::CallBack => Some(Plan::CallBack),
@@ -137,7 +206,11 @@ impl DeviceState {
     }
 
     fn plan_growth(&mut self, request: &Request) -> Option<Plan> {
-        if self.is_paged { self.plan_map(request) } else { self.plan_obtain(request) }
+        match self.rules {
+            Policy::Native => self.plan_obtain(request),
+            Policy::Expandable => self.plan_map(request),
+            Policy::Rallocator => self.plan_move(request, Donors::Ordered, Growth::ToLimit),
+        }
     }
 
     /// What one of the rungs of [`Rung::EMPTY_CACHE`] asks of the driver.
@@ -145,6 +218,7 @@ impl DeviceState {
         match rung {
             Rung::CloseAll => self.plan_close_all(),
             Rung::Wait => self.plan_wait(),
+            Rung::UnmapStale => self.plan_unmap_stale(),
             Rung::Synchronize => self.plan_synchronize(),
             Rung::ReleaseCached => self.plan_release_all(true),
             _ => unreachable!("emptying the cache neither grows nor asks the user"),
@@ -158,7 +232,9 @@ impl DeviceState {
         outcome: Outcome,
         ladder: &mut Ladder,
     ) -> Result<Option<DevicePtr>, DriverError> {
-        let refused = |error: DriverError| if error.is_out_of_memory() { Ok(None) } else { Err(error) };
+        // A wait on the GPU that a capture forbids is no failure either: a later rung needs none.
+        let is_no_failure = |error: DriverError| error.is_out_of_memory() || error.status == Status::CaptureIsolation;
+        let refused = |error: DriverError| if is_no_failure(error) { Ok(None) } else { Err(error) };
         match outcome {
             Outcome::Obtained(obtain, Ok(address)) => Ok(Some(self.commit_obtain(&obtain, address, &ladder.request))),
             Outcome::Obtained(_, Err(error)) => refused(error),
@@ -175,6 +251,11 @@ impl DeviceState {
             Outcome::Mapped(map, Err(failure)) => {
                 self.commit_map_failed(&map, &failure);
                 refused(failure.error)
+            }
+            Outcome::TookOver(taken, Ok(())) => Ok(Some(self.commit_take_over(&taken, &ladder.request))),
+            Outcome::TookOver(taken, Err(error)) => {
+                self.commit_take_over_failed(&taken);
+                refused(error)
             }
             Outcome::CalledBack(has_freed) => {
                 ladder.was_called_back = true;
@@ -211,12 +292,20 @@ impl DeviceState {
                 }
                 Ok(())
             }
+            Outcome::Unmapped(runs, error) => {
+                self.commit_unmap(runs);
+                error.map_or(Ok(()), Err)
+            }
             Outcome::Released(released) => {
                 let error = released.error;
                 self.commit_release(released);
                 error.map_or(Ok(()), Err)
             }
-            Outcome::Obtained(..) | Outcome::Reserved(..) | Outcome::Mapped(..) | Outcome::CalledBack(_) => {
+            Outcome::Obtained(..)
+            | Outcome::Reserved(..)
+            | Outcome::Mapped(..)
+            | Outcome::TookOver(..)
+            | Outcome::CalledBack(_) => {
                 unreachable!("memory is obtained for a request only")
             }
         }

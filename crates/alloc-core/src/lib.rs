@@ -34,7 +34,9 @@ mod settle;
 pub mod simulated_gpu;
 pub mod size;
 pub mod snapshot;
+mod stale;
 pub mod stats;
 mod sync;
+mod takeover;
 
 pub use ladder::Rung;

@@ -5,7 +5,7 @@
 //! call that fails, or that takes long, never leaves the state half changed or locked.
 
 use crate::{
-    backing::mapping::Mapping,
+    backing::{SpanIx, mapping::Mapping},
     block::BlockId,
     driver::DriverError,
     event::{Closed, Closing, Mark, StreamIx},
@@ -32,6 +32,10 @@ pub(crate) enum Plan {
     Reserve(Reserve),
     /// Create handles and map them.
     Map(Map),
+    /// Remove mappings of memory that has moved away.
+    Unmap(Vec<UnmapRun>),
+    /// Let the asking stream wait, on the GPU, for the streams that a pending block waits for.
+    TakeOver(TakeOver),
     /// Give memory back.
     Release(Release),
     /// Ask the user's callback to free something. Under no lock.
@@ -65,10 +69,13 @@ pub(crate) struct Reserve {
     pub(crate) size: u64,
 }
 
-/// Holes of a range to be filled with new handles, so that `pieces` become one block.
+/// Holes of a range to be filled with handles, so that `pieces` become one block.
 #[derive(Debug)]
 pub(crate) struct Map {
     pub(crate) device: DeviceId,
+    /// The asking stream, which waits for `waits` on the GPU before anything is mapped.
+    pub(crate) stream: Stream,
+    pub(crate) waits: Vec<Mark>,
     /// Claimed blocks, each touching the next: some have memory, some are the holes.
     pub(crate) pieces: Vec<BlockId>,
     /// In address order.
@@ -77,29 +84,95 @@ pub(crate) struct Map {
     pub(crate) access: Vec<DeviceId>,
 }
 
+impl Map {
+    /// The handles that are moved.
+    pub(crate) fn donors(&self) -> impl Iterator<Item = Donor> + '_ {
+        self.holes.iter().flat_map(|hole| &hole.sources).filter_map(|source| match source {
+            Source::Moved(donor) => Some(*donor),
+            Source::New(_) => None,
+        })
+    }
+
+    /// Whether any handle is moved.
+    pub(crate) fn moves(&self) -> bool {
+        self.donors().next().is_some()
+    }
+}
+
 /// Addresses with no memory behind them: a claimed block.
 #[derive(Clone, Debug)]
 pub(crate) struct Hole {
     pub(crate) block: BlockId,
     pub(crate) address: u64,
-    /// The sizes of the handles that fill it, from first to last.
-    pub(crate) handles: Vec<u64>,
+    /// The handles that fill it, from first to last.
+    pub(crate) sources: Vec<Source>,
 }
 
 impl Hole {
     pub(crate) fn size(&self) -> u64 {
-        self.handles.iter().sum()
+        self.sources.iter().map(Source::size).sum()
     }
 
-    /// The hole filled from its start with as many of `handles` as it takes, or as there are.
-    pub(crate) fn filled_with(&self, handles: impl Iterator<Item = PhysicalHandle>) -> impl Iterator<Item = Mapping> {
+    /// The hole filled from its start with the moved handles and those of `created`, until there are no more of these.
+    pub(crate) fn filled_with(&self, created: &mut impl Iterator<Item = PhysicalHandle>) -> Vec<Mapping> {
         let mut end = self.address;
-        self.handles.iter().zip(handles).map(move |(size, handle)| {
+        let mappings = self.sources.iter().map_while(|source| {
+            let handle = match source {
+                Source::New(_) => created.next()?,
+                Source::Moved(donor) => donor.mapping.handle,
+            };
             let address = end;
-            end += size;
-            Mapping { address, size: *size, handle }
-        })
+            end += source.size();
+            Some(Mapping { address, size: source.size(), handle })
+        });
+        mappings.collect()
     }
+}
+
+/// Where a handle comes from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Source {
+    /// It is created, with this many bytes.
+    New(u64),
+    /// It is mapped a second time; its old mapping goes later.
+    Moved(Donor),
+}
+
+impl Source {
+    pub(crate) fn size(&self) -> u64 {
+        match self {
+            Self::New(size) => *size,
+            Self::Moved(donor) => donor.mapping.size,
+        }
+    }
+}
+
+/// An idle handle that is to be moved.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Donor {
+    /// In a plan the claimed block over just this handle; before, the idle block that holds it.
+    pub(crate) block: BlockId,
+    pub(crate) mapping: Mapping,
+}
+
+/// Contiguous stale mappings, whose blocks are claimed.
+#[derive(Debug)]
+pub(crate) struct UnmapRun {
+    pub(crate) device: DeviceId,
+    pub(crate) span: SpanIx,
+    pub(crate) address: DevicePtr,
+    pub(crate) size: u64,
+    pub(crate) blocks: Vec<(BlockId, PhysicalHandle)>,
+}
+
+/// A pending block that is claimed, and the marks of all streams that it waits for.
+#[derive(Debug)]
+pub(crate) struct TakeOver {
+    pub(crate) block: BlockId,
+    pub(crate) stream: Stream,
+    pub(crate) waits: Vec<Mark>,
+    /// The uses that the block waits for.
+    pub(crate) uses: Vec<(StreamIx, Epoch)>,
 }
 
 /// Memory to be given back.
@@ -174,7 +247,11 @@ pub(crate) enum Outcome {
     Synchronized(Synchronize, Result<bool, DriverError>),
     Obtained(Obtain, Result<DevicePtr, DriverError>),
     Reserved(Reserve, Result<DevicePtr, DriverError>),
+    /// The handles that were created, in the order of the holes and their sources.
     Mapped(Map, Result<Vec<PhysicalHandle>, MapFailure>),
+    /// Each run, and whether it was unmapped.
+    Unmapped(Vec<(UnmapRun, bool)>, Option<DriverError>),
+    TookOver(TakeOver, Result<(), DriverError>),
     Released(Released),
     CalledBack(bool),
 }

@@ -119,6 +119,11 @@ impl PoolSet {
         PoolIx(place(&mut self.pools, pool))
     }
 
+    /// Whether the program asked for memory on the stream, and did not only name it.
+    pub(crate) fn has_pool_of(&self, stream: StreamIx) -> bool {
+        self.defaults.get(stream.index()).is_some_and(|pools| pools.iter().any(Option::is_some))
+    }
+
     /// All pools there are.
     pub(crate) fn ids(&self) -> impl Iterator<Item = PoolIx> + '_ {
         (0..self.pools.len()).filter(|index| self.pools[*index].is_some()).map(|index| PoolIx(index as u32))

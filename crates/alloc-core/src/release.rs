@@ -19,13 +19,16 @@ use crate::{
 impl DeviceState {
     /// All cached memory that may go back, and with `events` the idle events too.
     pub(crate) fn plan_release_all(&mut self, events: bool) -> Option<Plan> {
-        let (runs, strays) = (std::mem::take(&mut self.stuck), std::mem::take(&mut self.strays));
+        let is_held = |run: &ReleaseRun| run.handles.iter().any(|mapping| self.stale.holds(mapping.handle));
+        let (held, runs) = std::mem::take(&mut self.stuck).into_iter().partition(is_held);
+        self.stuck = held;
+        let strays = std::mem::take(&mut self.strays);
         let mut release = Release { runs, strays, ..Release::default() };
         let pools: Vec<PoolIx> = self.pools.ids().filter(|pool| self.pools.is_releasable(*pool)).collect();
         for pool in pools {
             let idle: Vec<FreeBlock> = self.pools[pool].index.iter().collect();
             for entry in idle {
-                if self.is_paged {
+                if self.is_paged() {
                     self.claim_runs(entry.id, &mut release.runs);
                 } else {
                     release.segments.extend(self.claim_segment(entry.id));
@@ -43,7 +46,7 @@ impl DeviceState {
     /// Cached segments that are too large to be split, enough of them for the request: torch's
     /// `release_available_cached_blocks`.
     pub(crate) fn plan_release_oversize(&mut self, request: &Request) -> Option<Plan> {
-        let limit = self.config.max_split_size.filter(|_| !self.is_paged)?;
+        let limit = self.config.max_split_size.filter(|_| !self.is_paged())?;
         let wanted = request.rounded.max(limit);
         let index = &self.pools[request.pool].index;
         let chosen = if let Some(single) = index.best_fit(wanted) {
@@ -73,7 +76,7 @@ impl DeviceState {
         let limit = self.limit.min(self.capabilities.total_bytes);
         let keep = (limit as f64 * threshold) as u64;
         let excess = self.stats.reserved_bytes.all.current.saturating_sub(keep);
-        if threshold == 0.0 || excess == 0 || self.is_paged {
+        if threshold == 0.0 || excess == 0 || self.is_paged() {
             return None;
         }
         let mut candidates: Vec<(u64, FreeBlock)> = Vec::new();
@@ -113,12 +116,9 @@ impl DeviceState {
     fn claim_runs(&mut self, id: BlockId, runs: &mut Vec<ReleaseRun>) {
         let block = &self.blocks[id];
         let is_over = block.last_use.iter().all(|(stream, epoch)| self.streams.is_done(stream, epoch));
-        let pinned = if self.pins.is_empty() { Vec::new() } else { self.pins.of_span(block.span) };
-        let is_pinned =
-            |mapping: &Mapping| pinned.iter().any(|(from, to)| *from < mapping.end() && mapping.address < *to);
         let mut pieces = Runs::default();
-        let inside = self.spans[block.span].mappings().within(block.address, block.end());
-        inside.filter(|mapping| !is_pinned(mapping)).for_each(|mapping| pieces.push(mapping.address, mapping.size));
+        let movable = self.movable_within(id).into_iter().filter(|mapping| !self.stale.holds(mapping.handle));
+        movable.for_each(|mapping| pieces.push(mapping.address, mapping.size));
         if !is_over || pieces.0.is_empty() {
             return;
         }
@@ -137,8 +137,18 @@ impl DeviceState {
         }
     }
 
+    /// The whole handles inside an idle block that nothing pins, in address order.
+    pub(crate) fn movable_within(&self, id: BlockId) -> Vec<Mapping> {
+        let block = &self.blocks[id];
+        let pinned = if self.pins.is_empty() { Vec::new() } else { self.pins.of_span(block.span) };
+        let is_pinned =
+            |mapping: &Mapping| pinned.iter().any(|(from, to)| *from < mapping.end() && mapping.address < *to);
+        let inside = self.spans[block.span].mappings().within(block.address, block.end());
+        inside.filter(|mapping| !is_pinned(mapping)).collect()
+    }
+
     /// Splits a block at `address`, and puts what lies before into the index. Returns the block from `address` on.
-    fn cut_off_front(&mut self, id: BlockId, address: u64) -> BlockId {
+    pub(crate) fn cut_off_front(&mut self, id: BlockId, address: u64) -> BlockId {
         let start = self.blocks[id].address;
         if start == address {
             return id;
@@ -225,7 +235,7 @@ impl DeviceState {
     }
 
     /// A claimed block was not given back.
-    fn make_idle_again(&mut self, id: BlockId) {
+    pub(crate) fn make_idle_again(&mut self, id: BlockId) {
         let pool = self.blocks[id].pool;
         self.blocks[id].state = self.pools.idle_state(pool);
         self.coalesce_and_index(id);

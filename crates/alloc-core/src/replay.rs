@@ -38,8 +38,8 @@ use rustc_hash::FxHashSet;
 
 use crate::allocator::Allocator;
 use crate::config::Config;
+use crate::driver::DriverError;
 use crate::driver::sim::{SimDriver, SimError, SimOptions};
-use crate::driver::{Call, DriverError};
 use crate::error::AllocError;
 use crate::id::{DeviceId, DevicePtr, PoolId, StreamHandle};
 use queues::Queues;
@@ -337,10 +337,10 @@ impl Replay {
             retries: stats.num_alloc_retries,
             host_waits: driver.host_waits(),
             host_wait_us: driver.host_wait_us().round() as u64,
-            gpu_waits: driver.call_count(Call::WaitEvent),
+            gpu_waits: stats.gpu_waits,
             driver_calls: driver.calls(),
             driver_time_us: driver.elapsed_us().round() as u64,
-            handles_moved: 0,
+            handles_moved: stats.handles_moved,
             // Segments have their addresses for as long as their memory; handles have those that they are mapped at.
             peak_address_bytes: driver.mapped_bytes(DEVICE).peak.max(peak_physical),
         }

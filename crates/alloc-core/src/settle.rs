@@ -27,26 +27,32 @@ impl DeviceState {
         closings
     }
 
-    /// Events for all streams that pending blocks wait for and that none answers for yet.
+    /// Events for all streams that pending blocks wait for and that none answers for yet; and, once there are enough of
+    /// them, for the last uses of stale mappings.
     pub(crate) fn plan_close_pending(&mut self) -> Option<Plan> {
-        let needed = self.streams.ids().filter_map(|stream| {
+        let pending = self.streams.ids().filter_map(|stream| {
             let (epoch, _) = self.streams.waiting(stream).last()?;
             Some((stream, epoch))
         });
-        let needed: Vec<_> = needed.collect();
+        let mut needed: Vec<_> = pending.collect();
+        if self.stale.is_batch() {
+            needed.extend(self.stale.blocks().flat_map(|block| self.blocks[block].last_use.iter()));
+            needed.sort_unstable();
+        }
         self.plan_close(needed)
     }
 
     /// As [`plan_close_pending`](Self::plan_close_pending), and for every last use of memory that may be unmapped:
     /// idle now, or once the pending blocks are.
     pub(crate) fn plan_close_all(&mut self) -> Option<Plan> {
-        if !self.is_paged {
+        if !self.is_paged() {
             return self.plan_close_pending();
         }
         let pending = self.streams.ids().flat_map(|stream| self.streams.waiting(stream)).map(|(_, block)| block);
         let releasable = self.pools.ids().filter(|pool| self.pools.is_releasable(*pool));
         let idle = releasable.flat_map(|pool| self.pools[pool].index.iter()).map(|entry| entry.id);
-        let mut needed: Vec<_> = pending.chain(idle).flat_map(|block| self.blocks[block].last_use.iter()).collect();
+        let held = pending.chain(idle).chain(self.stale.blocks());
+        let mut needed: Vec<_> = held.flat_map(|block| self.blocks[block].last_use.iter()).collect();
         needed.sort_unstable();
         self.plan_close(needed)
     }

@@ -100,7 +100,7 @@ impl DeviceState {
             let block = &self.blocks[id];
             next = block.next;
             let state = match block.state {
-                BlockState::Unmapped => break,
+                BlockState::Unmapped | BlockState::Stale => break,
                 BlockState::Allocated => PictureState::Allocated,
                 BlockState::Pending { .. } | BlockState::Deferred { .. } => PictureState::PendingFree,
                 BlockState::Free | BlockState::Claimed | BlockState::Quarantined => PictureState::Inactive,

@@ -166,6 +166,10 @@ pub struct Stats {
     pub host_waits: u64,
     /// Events that could not be recorded because the stream is gone: the device was synchronised instead.
     pub dead_streams: u64,
+    /// Handles that were moved to another address.
+    pub handles_moved: u64,
+    /// Marks that a stream was made to wait for on the GPU.
+    pub gpu_waits: u64,
     /// How often each [`Rung`] of the ladder asked something of the driver, in the order of [`Rung::ALL`].
     pub rungs: [u64; Rung::ALL.len()],
     /// Frees that had to wait for other streams.
@@ -205,6 +209,14 @@ impl Stats {
     pub(crate) fn on_handles_released(&mut self, class: SizeClass, bytes: u64, handles: usize) {
         self.reserved_bytes.take(class, bytes);
         self.num_device_free += handles as u64;
+    }
+
+    pub(crate) fn on_handle_moved(&mut self, from: SizeClass, to: SizeClass, size: u64) {
+        self.handles_moved += 1;
+        if from != to {
+            self.reserved_bytes.classes[from.index()].take(size);
+            self.reserved_bytes.classes[to.index()].add(size);
+        }
     }
 
     pub(crate) fn on_allocated(&mut self, weight: Weight, oversize: bool) {

@@ -75,7 +75,7 @@ impl<D: Driver> Allocator<D> {
         }
         let capabilities = self.driver.capabilities(id)?;
         let mut state = DeviceState::new(id, capabilities, &self.config);
-        if state.is_paged {
+        if state.is_paged() {
             state.access.extend(self.peers_of(id)?);
         }
         for other in self.devices.starting_with(id) {
@@ -121,7 +121,7 @@ impl<D: Driver> Allocator<D> {
         // Nothing is mapped or unmapped on the device while the slow lock is held.
         let _slow = device.slow()?;
         let state = device.fast()?;
-        if !state.is_paged || self.config.peers != Peers::Used || state.access.contains(&newcomer) {
+        if !state.is_paged() || self.config.peers != Peers::Used || state.access.contains(&newcomer) {
             return Ok(());
         }
         let runs = state.mapped_runs();

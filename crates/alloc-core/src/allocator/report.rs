@@ -2,7 +2,7 @@
 
 use super::{Allocator, Device};
 use crate::{
-    block::BlockState,
+    block::{BlockId, BlockState},
     check::InvariantError,
     device::DeviceState,
     driver::Driver,
@@ -132,7 +132,7 @@ impl DeviceState {
             cached: 0,
             largest_cached: 0,
             private: 0,
-            policy: if self.is_paged { crate::config::Policy::Expandable } else { crate::config::Policy::Native },
+            policy: self.rules,
             virtual_memory: self.capabilities.virtual_memory,
         };
         for pool in self.pools.ids().filter(|pool| self.pools[*pool].owner.is_none()) {
@@ -170,7 +170,7 @@ impl DeviceState {
     /// The contiguous memory around an allocated block.
     fn base_of(&self, address: DevicePtr) -> Option<(DevicePtr, u64)> {
         let id = self.blocks.at(address.0).filter(|id| self.blocks[*id].state == BlockState::Allocated)?;
-        let has_memory = |id: &crate::block::BlockId| self.blocks[*id].state != BlockState::Unmapped;
+        let has_memory = |id: &BlockId| !matches!(self.blocks[*id].state, BlockState::Unmapped | BlockState::Stale);
         let mut first = id;
         while let Some(previous) = self.blocks[first].previous.filter(has_memory) {
             first = previous;

@@ -3,7 +3,7 @@
 use crate::{
     block::{BlockId, BlockState},
     device::{DeviceState, Request},
-    plan::{Hole, Map, Plan},
+    plan::{Hole, Map, Plan, Source},
     size::{self, SMALL_SEGMENT, SizeClass, round_up},
 };
 
@@ -29,7 +29,8 @@ impl DeviceState {
             }
             missing = missing.saturating_sub(self.blocks[*piece].size);
         }
-        Some(Plan::Map(Map { device: self.id, pieces, holes, access: self.access.clone() }))
+        let stream = self.streams.target(self.pools[request.pool].stream);
+        Some(Plan::Map(Map { device: self.id, stream, waits: Vec::new(), pieces, holes, access: self.access.clone() }))
     }
 
     /// Neighbouring blocks, free or unmapped, that hold the request together: those at the lowest address.
@@ -57,7 +58,7 @@ impl DeviceState {
         let address = self.blocks[id].address;
         let size = size.min(self.blocks[id].size);
         self.claim_unmapped(id, size);
-        Hole { block: id, address, handles: vec![handle_size; (size / handle_size) as usize] }
+        Hole { block: id, address, sources: vec![Source::New(handle_size); (size / handle_size) as usize] }
     }
 
     /// The size of the handles of one class.

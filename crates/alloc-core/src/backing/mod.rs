@@ -6,6 +6,7 @@
 
 pub(crate) mod expand;
 pub(crate) mod mapping;
+pub(crate) mod moving;
 pub(crate) mod paged;
 pub(crate) mod segments;
 

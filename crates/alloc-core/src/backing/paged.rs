@@ -1,7 +1,7 @@
 //! Address ranges with physical handles mapped where they are needed.
 //!
 //! What both kinds of growth share: a range is set aside, holes of it are filled, and what was unmapped becomes one hole
-//! again. Where to grow is decided in [`expand`](super::expand).
+//! again. Where to grow is decided in [`expand`](super::expand) and [`moving`](super::moving).
 
 use crate::{
     backing::{
@@ -12,8 +12,8 @@ use crate::{
     device::{DeviceState, Request},
     history::Action,
     id::{DevicePtr, PhysicalHandle},
-    plan::{Map, MapFailure, Plan, ReleaseRun, Reserve, Stray},
-    size::round_up,
+    plan::{Donor, Map, MapFailure, Plan, ReleaseRun, Reserve, Source, Stray},
+    size::{SizeClass, round_up},
 };
 
 /// Ranges are multiples of this many bytes, whatever the size of their handles.
@@ -40,26 +40,46 @@ impl DeviceState {
     }
 
     /// Takes note of new handles, and serves the request from the block that they complete.
-    pub(crate) fn commit_map(&mut self, map: &Map, handles: Vec<PhysicalHandle>, request: &Request) -> DevicePtr {
+    pub(crate) fn commit_map(&mut self, map: &Map, created: Vec<PhysicalHandle>, request: &Request) -> DevicePtr {
         let block = map.pieces[0];
         let span = self.blocks[block].span;
         let class = self.pools[request.pool].class;
-        let mut handles = handles.into_iter();
+        let mut created = created.into_iter();
         for hole in &map.holes {
-            for mapping in hole.filled_with(&mut handles) {
+            let mappings = hole.filled_with(&mut created);
+            for (mapping, source) in mappings.into_iter().zip(&hole.sources) {
+                match source {
+                    Source::Moved(donor) => self.take_from_donor(donor, class),
+                    Source::New(size) => self.stats.on_handles_created(class, *size, 1),
+                }
                 self.spans[span].mappings_mut().insert(mapping);
             }
-            self.stats.on_handles_created(class, hole.size(), hole.handles.len());
             self.record(Action::SegmentMap, hole.address, hole.size(), request.pool);
         }
+        self.stats.gpu_waits += map.waits.len() as u64;
         for piece in &map.pieces[1..] {
             debug_assert_eq!(self.blocks[block].next, Some(*piece), "nobody coalesces claimed blocks");
             self.blocks.absorb_next(block);
         }
         self.blocks[block].state = BlockState::Free;
+        if map.moves() {
+            // The donors' last uses are over, or come before what the asking stream does from now on.
+            let own = self.pools[request.pool].stream;
+            self.blocks[block].last_use.add(own, self.streams.current_epoch(own));
+        }
         let block = self.coalesce_and_index(block);
         self.unindex(block);
         self.hand_out(block, request)
+    }
+
+    /// The donor's handle leaves its old address, which is stale from now on.
+    fn take_from_donor(&mut self, donor: &Donor, class: SizeClass) {
+        let Donor { block, mapping: Mapping { address, size, handle } } = *donor;
+        let (span, pool) = (self.blocks[block].span, self.blocks[block].pool);
+        self.spans[span].mappings_mut().remove(address);
+        self.stats.on_handle_moved(self.pools[pool].class, class, size);
+        self.record(Action::SegmentUnmap, address, size, pool);
+        self.make_stale(block, handle);
     }
 
     /// Takes note that holes could not be filled: all is as before, but for what the driver did not take back.
@@ -70,7 +90,14 @@ impl DeviceState {
             self.strays.push(Stray { device: self.id, handle: *handle, size: *size, class });
         }
         for (block, mappings) in &failure.stuck {
-            self.keep_stuck(*block, mappings);
+            self.keep_stuck(map, *block, mappings);
+        }
+        let is_stuck = |donor: &Donor| {
+            let mut mappings = failure.stuck.iter().flat_map(|(_, mappings)| mappings);
+            mappings.any(|mapping| mapping.handle == donor.mapping.handle)
+        };
+        for donor in map.donors().filter(|donor| !is_stuck(donor)) {
+            self.make_idle_again(donor.block);
         }
         for piece in &map.pieces {
             if !map.holes.iter().any(|hole| hole.block == *piece) {
@@ -83,14 +110,18 @@ impl DeviceState {
     }
 
     /// Takes note of mappings at the start of a claimed hole that nobody can use or undo: they are memory that goes
-    /// back the next time that any does.
-    fn keep_stuck(&mut self, block: BlockId, mappings: &[Mapping]) {
+    /// back the next time that any does. A donor's handle among them has moved.
+    fn keep_stuck(&mut self, map: &Map, block: BlockId, mappings: &[Mapping]) {
         let Block { address, size: hole_size, span, pool, .. } = self.blocks[block];
+        let class = self.pools[pool].class;
         let size = mappings.iter().map(|mapping| mapping.size).sum();
         for mapping in mappings {
+            match map.donors().find(|donor| donor.mapping.handle == mapping.handle) {
+                Some(donor) => self.take_from_donor(&donor, class),
+                None => self.stats.on_handles_created(class, mapping.size, 1),
+            }
             self.spans[span].mappings_mut().insert(*mapping);
         }
-        self.stats.on_handles_created(self.pools[pool].class, size, mappings.len());
         self.record(Action::SegmentMap, address, size, pool);
         if size < hole_size {
             let rest = self.blocks.split(block, size);

@@ -3,7 +3,7 @@
 use super::error::ConfigError;
 use super::grammar::{self, Value};
 use super::roundup::{Roundup, whole_number};
-use super::{Config, Parsed, Peers, Policy};
+use super::{Config, CrossStreamReuse, Parsed, Peers, Policy};
 use crate::size::MIB;
 
 const POLICY: &str = "policy";
@@ -14,12 +14,13 @@ const ROUNDUP_POWER2_DIVISIONS: &str = "roundup_power2_divisions";
 const LARGE_SEGMENT_SIZE: &str = "large_segment_size_mb";
 const PER_PROCESS_MEMORY_FRACTION: &str = "per_process_memory_fraction";
 const PEERS: &str = "peers";
+const CROSS_STREAM_REUSE: &str = "cross_stream_reuse";
 const HISTORY_LIMIT: &str = "history_limit";
 const BACKEND: &str = "backend";
 const EXPANDABLE_SEGMENTS: &str = "expandable_segments";
 
 /// The keys that act, or that ask for what holds anyway.
-pub(super) const KEYS: [&str; 11] = [
+pub(super) const KEYS: [&str; 12] = [
     POLICY,
     MAX_SPLIT_SIZE,
     MAX_NON_SPLIT_ROUNDING,
@@ -28,6 +29,7 @@ pub(super) const KEYS: [&str; 11] = [
     LARGE_SEGMENT_SIZE,
     PER_PROCESS_MEMORY_FRACTION,
     PEERS,
+    CROSS_STREAM_REUSE,
     HISTORY_LIMIT,
     BACKEND,
     EXPANDABLE_SEGMENTS,
@@ -102,6 +104,7 @@ pub(super) fn describe(config: &Config) -> Vec<(&'static str, String)> {
         (LARGE_SEGMENT_SIZE, mib(config.large_segment_size)),
         (PER_PROCESS_MEMORY_FRACTION, config.per_process_memory_fraction.to_string()),
         (PEERS, config.peers.to_string()),
+        (CROSS_STREAM_REUSE, config.cross_stream_reuse.to_string()),
         (HISTORY_LIMIT, config.history_limit.to_string()),
     ]
 }
@@ -131,6 +134,10 @@ impl Config {
                     accept(PER_PROCESS_MEMORY_FRACTION, value, number, "a number from 0 to 1")?;
             }
             PEERS => self.peers = choice(PEERS, value, Peers::ALL, Peers::name)?,
+            CROSS_STREAM_REUSE => {
+                self.cross_stream_reuse =
+                    choice(CROSS_STREAM_REUSE, value, CrossStreamReuse::ALL, CrossStreamReuse::name)?;
+            }
             HISTORY_LIMIT => {
                 let limit = whole_number_in(value, 0, MAX_HISTORY_LIMIT).map(|limit| limit as usize);
                 let expected = format!("a number of events from 0 to {MAX_HISTORY_LIMIT}");

@@ -86,10 +86,9 @@ fn unknown_keys_are_refused_with_the_likely_one() {
 fn values_out_of_range_are_refused_with_the_range() {
     let sizes = "a whole number of MiB from 20 to 1099511627776";
     for (key, value, expected) in [
-        ("policy", "torch", "native or expandable"),
-        ("policy", "rallocator", "native or expandable"),
-        ("policy", "Native", "native or expandable"),
-        ("policy", "[a:1]", "native or expandable"),
+        ("policy", "torch", "native or expandable or rallocator"),
+        ("policy", "Native", "native or expandable or rallocator"),
+        ("policy", "[a:1]", "native or expandable or rallocator"),
         ("max_split_size_mb", "19", sizes),
         ("max_split_size_mb", "-1", sizes),
         ("max_split_size_mb", "+20", sizes),
@@ -144,9 +143,9 @@ fn another_backend_is_refused_with_the_remedy_and_the_native_one_is_this_one() {
 #[test]
 fn expandable_segments_never_changes_the_policy() {
     for (text, policy, inert) in [
-        ("expandable_segments:True", Policy::Expandable, vec![]),
-        ("expandable_segments:False", Policy::Expandable, vec!["expandable_segments".to_owned()]),
-        ("expandable_segments:False,expandable_segments:True", Policy::Expandable, vec![]),
+        ("expandable_segments:True", Policy::Rallocator, vec![]),
+        ("expandable_segments:False", Policy::Rallocator, vec!["expandable_segments".to_owned()]),
+        ("expandable_segments:False,expandable_segments:True", Policy::Rallocator, vec![]),
         ("policy:native,expandable_segments:True", Policy::Native, vec![]),
     ] {
         let parsed = Config::parse(text).unwrap();
@@ -245,7 +244,7 @@ fn settings_describe_themselves_in_words() {
     assert_eq!(
         words,
         [
-            ("policy", "expandable"),
+            ("policy", "rallocator"),
             ("max_split_size_mb", "unlimited"),
             ("max_non_split_rounding_mb", "20"),
             ("garbage_collection_threshold", "off"),
@@ -253,6 +252,7 @@ fn settings_describe_themselves_in_words() {
             ("large_segment_size_mb", "20"),
             ("per_process_memory_fraction", "1"),
             ("peers", "used"),
+            ("cross_stream_reuse", "owned"),
             ("history_limit", "0"),
         ]
     );
@@ -266,7 +266,7 @@ fn any_config() -> impl Strategy<Value = Config> {
     let large_segment_size_mib = 11..200_u64;
     (
         proptest::sample::select(Policy::ALL),
-        proptest::sample::select(Peers::ALL),
+        (proptest::sample::select(Peers::ALL), proptest::sample::select(CrossStreamReuse::ALL)),
         large_segment_size_mib,
         proptest::option::of(0..(1_u64 << 39)),
         proptest::option::of(0..(1_u64 << 39)),
@@ -283,7 +283,8 @@ fn any_config() -> impl Strategy<Value = Config> {
             roundup_power2_divisions: table,
             large_segment_size: large * MIB,
             per_process_memory_fraction: fraction,
-            peers,
+            peers: peers.0,
+            cross_stream_reuse: peers.1,
             history_limit,
         })
 }

@@ -158,7 +158,7 @@ proptest! {
     #[test]
     fn a_program_that_keeps_the_rules_meets_no_race(
         steps in prop::collection::vec(step(), 1..100),
-        policy in prop_oneof![Just(Policy::Native), Just(Policy::Expandable)],
+        policy in prop_oneof![Just(Policy::Native), Just(Policy::Expandable), Just(Policy::Rallocator)],
     ) {
         let mut program = Program::new(policy);
         for (number, step) in steps.iter().enumerate() {

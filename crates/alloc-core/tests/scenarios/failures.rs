@@ -6,9 +6,7 @@ use alloc_core::{
     id::{DeviceId, PoolId},
 };
 
-use crate::rig::{DEVICE, MAIN, MIB, Rig, SIDE};
-
-const BOTH: [&str; 2] = ["policy:native", "policy:expandable"];
+use crate::rig::{DEVICE, MAIN, MIB, POLICIES, Rig, SIDE};
 
 #[test]
 fn failed_growth_leaves_the_state_as_it_was() {
@@ -104,7 +102,7 @@ fn program(rig: &mut Rig) {
 
 #[test]
 fn program_survives_the_failure_of_its_nth_call_for_every_n() {
-    for config in BOTH {
+    for config in POLICIES {
         let options = SimOptions { devices: 2, capacity_bytes: 256 * MIB, ..SimOptions::default() };
         for nth in 1.. {
             let mut rig = Rig::on(config, options.clone());

@@ -2,9 +2,8 @@
 
 use alloc_core::{driver::CaptureMode, id::PoolId};
 
-use crate::rig::{MAIN, MIB, Rig, SIDE};
+use crate::rig::{MAIN, MIB, POLICIES, Rig, SIDE};
 
-const BOTH: [&str; 2] = ["policy:native", "policy:expandable"];
 const POOL: PoolId = PoolId(1, 0);
 
 /// Captures a graph on the side stream that writes two temporaries, one after the other in one block.
@@ -25,7 +24,7 @@ fn capture(rig: &mut Rig) -> alloc_core::driver::sim::GraphId {
 
 #[test]
 fn captured_memory_belongs_to_the_graph_until_its_pool_is_released() {
-    for config in BOTH {
+    for config in POLICIES {
         let mut rig = Rig::new(config);
         rig.gpu.open_stream(SIDE).expect("the stream can be made");
         let graph = capture(&mut rig);
@@ -45,7 +44,7 @@ fn captured_memory_belongs_to_the_graph_until_its_pool_is_released() {
 
 #[test]
 fn released_pool_is_returned_when_memory_runs_out() {
-    for config in BOTH {
+    for config in POLICIES {
         let mut rig = Rig::new(config);
         rig.gpu.open_stream(SIDE).expect("the stream can be made");
         let graph = capture(&mut rig);
@@ -60,7 +59,7 @@ fn released_pool_is_returned_when_memory_runs_out() {
 
 #[test]
 fn free_that_falls_into_a_capture_is_deferred_and_completes_after_it() {
-    for config in BOTH {
+    for config in POLICIES {
         let mut rig = Rig::new(config);
         let block = rig.malloc(4 * MIB, MAIN);
         rig.record_stream(block, SIDE);
@@ -81,7 +80,7 @@ fn free_that_falls_into_a_capture_is_deferred_and_completes_after_it() {
 
 #[test]
 fn growth_polls_and_waits_during_a_capture_leave_it_intact() {
-    for config in BOTH {
+    for config in POLICIES {
         let mut rig = Rig::new(config);
         let block = rig.malloc(100 * MIB, MAIN);
         rig.record_stream(block, SIDE);
@@ -103,7 +102,7 @@ fn growth_polls_and_waits_during_a_capture_leave_it_intact() {
 
 #[test]
 fn abandoned_capture_leaves_a_pool_that_can_be_returned() {
-    for config in BOTH {
+    for config in POLICIES {
         let mut rig = Rig::new(config);
         rig.gpu.open_stream(SIDE).expect("the stream can be made");
         rig.begin_pool(POOL, SIDE);
@@ -121,7 +120,7 @@ fn abandoned_capture_leaves_a_pool_that_can_be_returned() {
 
 #[test]
 fn device_is_not_synchronised_while_a_capture_that_has_asked_for_nothing_may_be_under_way() {
-    for config in BOTH {
+    for config in POLICIES {
         let mut rig = Rig::new(config);
         rig.gpu.open_stream(SIDE).expect("the stream can be made");
         let graph = capture(&mut rig);

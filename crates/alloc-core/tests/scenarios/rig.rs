@@ -9,6 +9,9 @@ use alloc_core::{
     stats::Stats,
 };
 
+/// Every policy, as a setting.
+pub(crate) const POLICIES: [&str; 3] = ["policy:native", "policy:expandable", "policy:rallocator"];
+
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const DEVICE: DeviceId = DeviceId(0);
 pub(crate) const MAIN: StreamHandle = StreamHandle::DEFAULT;

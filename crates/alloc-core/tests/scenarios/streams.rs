@@ -6,13 +6,11 @@ use alloc_core::{
     id::{DeviceId, StreamHandle},
 };
 
-use crate::rig::{DEVICE, MAIN, MIB, Rig, SIDE};
-
-const BOTH: [&str; 2] = ["policy:native", "policy:expandable"];
+use crate::rig::{DEVICE, MAIN, MIB, POLICIES, Rig, SIDE};
 
 #[test]
 fn block_used_on_second_stream_is_not_reused_before_its_event() {
-    for config in BOTH {
+    for config in POLICIES {
         let mut rig = Rig::new(config);
         let block = rig.malloc(4 * MIB, MAIN);
         rig.write(MAIN, block);
@@ -63,7 +61,7 @@ fn recording_the_own_stream_changes_nothing() {
 
 #[test]
 fn full_device_waits_for_pending_blocks_and_searches_before_it_asks_the_driver() {
-    for config in BOTH {
+    for config in POLICIES {
         let mut rig = Rig::new(config);
         let block = rig.malloc(200 * MIB, MAIN);
         rig.record_stream(block, SIDE);
@@ -131,7 +129,7 @@ fn new_device_reaches_what_was_mapped_before_it_came() {
 #[test]
 fn default_stream_is_recorded_on_every_device_if_the_driver_does_not_say_which_is_current() {
     let options = SimOptions { devices: 2, capacity_bytes: 256 * MIB, ..SimOptions::default() };
-    for config in BOTH {
+    for config in POLICIES {
         let mut rig = Rig::on(config, options.clone());
         let block = rig.malloc(4 * MIB, SIDE);
         rig.malloc_on(4 * MIB, DeviceId(1), MAIN).expect("there is memory");

@@ -1,0 +1,72 @@
+//! Handing a pending block on before its streams are done: the asking stream waits for them on the GPU.
+
+use crate::{
+    block::{BlockId, BlockState},
+    device::{DeviceState, Request},
+    event::{Mark, StreamIx},
+    id::DevicePtr,
+    last_use::Epoch,
+    plan::{Plan, TakeOver},
+};
+
+impl DeviceState {
+    /// The smallest pending block of the request's pool that fits, if the asking stream may wait for all its streams.
+    pub(crate) fn plan_take_over(&mut self, request: &Request) -> Option<Plan> {
+        if self.pools[request.pool].owner.is_some() {
+            return None;
+        }
+        let fits = |id: &BlockId| {
+            let block = &self.blocks[*id];
+            block.pool == request.pool && block.size >= request.rounded
+        };
+        let waiting = self.streams.ids().flat_map(|stream| self.streams.waiting(stream)).map(|(_, block)| block);
+        let smallest = waiting.filter(fits).min_by_key(|id| (self.blocks[*id].size, self.blocks[*id].address));
+        let block = smallest?;
+        let uses = self.undone_uses(block);
+        if !uses.iter().all(|(stream, _)| self.may_wait_for(*stream)) {
+            return None;
+        }
+        let waits: Option<Vec<Mark>> =
+            uses.iter().map(|(stream, epoch)| self.streams.mark_for(*stream, *epoch)).collect();
+        let waits = waits?;
+        for (stream, _) in &uses {
+            self.streams.cancel_wait(*stream, block);
+        }
+        self.blocks[block].state = BlockState::Claimed;
+        let stream = self.streams.target(self.pools[request.pool].stream);
+        Some(Plan::TakeOver(TakeOver { block, stream, waits, uses }))
+    }
+
+    /// The streams besides its own that a pending block waits for.
+    fn undone_uses(&self, block: BlockId) -> Vec<(StreamIx, Epoch)> {
+        let own = self.pools[self.blocks[block].pool].stream;
+        let uses = self.blocks[block].last_use.iter();
+        uses.filter(|(stream, epoch)| *stream != own && !self.streams.is_done(*stream, *epoch)).collect()
+    }
+
+    /// The asking stream waits: whatever it gets from now on comes after all uses of the block.
+    pub(crate) fn commit_take_over(&mut self, taken: &TakeOver, request: &Request) -> DevicePtr {
+        self.stats.gpu_waits += taken.waits.len() as u64;
+        let own = self.pools[request.pool].stream;
+        self.blocks[taken.block].last_use.set(own, self.streams.current_epoch(own));
+        self.on_free_completed(taken.block);
+        self.blocks[taken.block].state = BlockState::Free;
+        let block = self.coalesce_and_index(taken.block);
+        self.unindex(block);
+        self.hand_out(block, request)
+    }
+
+    /// Nothing was waited for: the block is pending as before, or free if its streams are done meanwhile.
+    pub(crate) fn commit_take_over_failed(&mut self, taken: &TakeOver) {
+        let undone = taken.uses.iter().filter(|(stream, epoch)| !self.streams.is_done(*stream, *epoch));
+        let undone: Vec<_> = undone.copied().collect();
+        for (stream, epoch) in &undone {
+            self.streams.wait_again(*stream, *epoch, taken.block);
+        }
+        if undone.is_empty() {
+            self.make_idle(taken.block);
+        } else {
+            self.blocks[taken.block].state = BlockState::Pending { streams: undone.len() as u16 };
+        }
+    }
+}
