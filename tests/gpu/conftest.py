@@ -181,7 +181,7 @@ def torch() -> Any:
     return importlib.import_module("torch") if IN_CHILD else None
 
 
-@pytest.fixture(params=["native", "expandable"])
+@pytest.fixture(params=["native", "expandable", "rallocator"])
 def policy(request: pytest.FixtureRequest) -> str:
     """Run the test under each policy of the allocator."""
     name: str = request.param

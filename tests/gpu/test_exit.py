@@ -79,7 +79,7 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("policy", ["native", "expandable"])
+@pytest.mark.parametrize("policy", ["native", "expandable", "rallocator"])
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_exit_is_clean(run_python: RunPython, ending: str, policy: str) -> None:
     result = run_python(ENABLE + textwrap.dedent(ENDINGS[ending]), environment={"RALLOCATOR_CONF": f"policy:{policy}"})
