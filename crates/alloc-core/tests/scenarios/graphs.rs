@@ -141,3 +141,23 @@ fn device_is_not_synchronised_while_a_capture_that_has_asked_for_nothing_may_be_
         rig.finish();
     }
 }
+
+#[test]
+fn oversize_memory_of_a_live_graph_makes_no_room_for_a_request_of_its_pool() {
+    let mut rig = Rig::new("policy:native,max_split_size_mb:21");
+    rig.gpu.open_stream(SIDE).expect("the stream can be made");
+    rig.begin_pool(POOL, SIDE);
+    rig.gpu.begin_capture(SIDE, CaptureMode::Global).expect("it can capture");
+    let large = rig.malloc(140 * MIB, SIDE);
+    rig.write(SIDE, large);
+    rig.free(large);
+    // Too small for the oversize segment, which may not be split, and too large for the rest of the device.
+    assert!(rig.try_malloc(20 * MIB, SIDE).is_ok() && rig.try_malloc(110 * MIB, SIDE).is_err());
+    let graph = rig.gpu.end_capture(SIDE).expect("nothing spoiled it");
+    rig.allocator.end_pool(crate::rig::DEVICE, POOL);
+    rig.gpu.replay(graph, MAIN).expect("no race");
+    rig.gpu.complete(None).expect("its memory is still there");
+    rig.gpu.destroy_graph(graph).expect("it exists");
+    rig.release_pool(POOL);
+    rig.finish();
+}
