@@ -10,7 +10,7 @@ use crate::{
     backing::moving::{Donors, Growth},
     config::Policy,
     device::{DeviceState, Request},
-    driver::{DriverError, Status},
+    driver::{Call, DriverError},
     id::DevicePtr,
     plan::{Outcome, Plan},
 };
@@ -232,8 +232,9 @@ impl DeviceState {
         outcome: Outcome,
         ladder: &mut Ladder,
     ) -> Result<Option<DevicePtr>, DriverError> {
-        // A wait on the GPU that a capture forbids is no failure either: a later rung needs none.
-        let is_no_failure = |error: DriverError| error.is_out_of_memory() || error.status == Status::CaptureIsolation;
+        // A wait on the GPU that fails, or that a capture forbids, is no failure either: a later rung needs none.
+        let is_of_wait = |error: DriverError| matches!(error.call, Call::WaitEvent | Call::CaptureStatus);
+        let is_no_failure = |error: DriverError| error.is_out_of_memory() || is_of_wait(error);
         let refused = |error: DriverError| if is_no_failure(error) { Ok(None) } else { Err(error) };
         match outcome {
             Outcome::Obtained(obtain, Ok(address)) => Ok(Some(self.commit_obtain(&obtain, address, &ladder.request))),

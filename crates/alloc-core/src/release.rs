@@ -46,7 +46,8 @@ impl DeviceState {
     /// Cached segments that are too large to be split, enough of them for the request: torch's
     /// `release_available_cached_blocks`. They come from the request's own pool, which may be a graph's.
     pub(crate) fn plan_release_oversize(&mut self, request: &Request) -> Option<Plan> {
-        let limit = self.config.max_split_size.filter(|_| !self.is_paged() && self.pools.is_releasable(request.pool))?;
+        let limit =
+            self.config.max_split_size.filter(|_| !self.is_paged() && self.pools.is_releasable(request.pool))?;
         let wanted = request.rounded.max(limit);
         let index = &self.pools[request.pool].index;
         let chosen = if let Some(single) = index.best_fit(wanted) {

@@ -47,15 +47,15 @@ impl Machine {
 
 /// Every policy. Our own has the longest ladder, so it gets most of the programs.
 fn policy() -> impl Strategy<Value = &'static str> {
-    prop_oneof![2 => Just("policy:native"), 2 => Just("policy:expandable"), 3 => Just("policy:rallocator")]
+    prop_oneof![3 => Just("policy:native"), 2 => Just("policy:expandable"), 4 => Just("policy:rallocator")]
 }
 
 /// Any machine, under any policy, with settings that change what the allocator does.
 pub(crate) fn machine() -> impl Strategy<Value = Machine> {
     let setting = prop_oneof![
         8 => Just(""),
-        3 => Just(",max_split_size_mb:21"),
-        3 => Just(",max_split_size_mb:24,max_non_split_rounding_mb:30"),
+        4 => Just(",max_split_size_mb:21"),
+        4 => Just(",max_split_size_mb:24,max_non_split_rounding_mb:30"),
         3 => Just(",garbage_collection_threshold:0.4"),
         1 => Just(",garbage_collection_threshold:0.8,max_split_size_mb:30"),
         1 => Just(",roundup_power2_divisions:4"),

@@ -112,9 +112,8 @@ enum Theme {
 
 /// Driver calls that a program lets fail, each with what it fails with.
 ///
-/// Not here: what only the CUDA driver calls for itself (`cuDevicePrimaryCtxRetain`, `cuCtxSetCurrent`), and
-/// `cuStreamWaitEvent`, which no policy uses yet.
-pub(crate) const FAULTS: [(Call, Status); 38] = [
+/// Not here: what only the CUDA driver calls for itself (`cuDevicePrimaryCtxRetain`, `cuCtxSetCurrent`).
+pub(crate) const FAULTS: [(Call, Status); 41] = [
     (Call::Initialize, Status::NoDevice),
     (Call::Attribute, Status::InvalidDevice),
     (Call::CurrentContext, Status::InvalidContext),
@@ -145,6 +144,9 @@ pub(crate) const FAULTS: [(Call, Status); 38] = [
     (Call::QueryEvent, Status::Unknown),
     (Call::QueryEvent, Status::InvalidHandle),
     (Call::SynchronizeEvent, Status::Unknown),
+    (Call::WaitEvent, Status::InvalidHandle),
+    (Call::WaitEvent, Status::Unknown),
+    (Call::WaitEvent, Status::Unknown),
     (Call::StreamContext, Status::InvalidHandle),
     (Call::StreamContext, Status::Unknown),
     (Call::CaptureStatus, Status::InvalidHandle),
