@@ -44,10 +44,10 @@ pub enum Rung {
     CloseAll,
     /// Wait on the host for every event.
     Wait,
-    /// Unmap all addresses whose memory has moved away.
-    UnmapStale,
     /// Wait for the device, so that released private pools can go back.
     Synchronize,
+    /// Unmap all addresses whose memory has moved away.
+    UnmapStale,
     /// Return all cached memory.
     ReleaseCached,
     /// Obtain new memory after that.
@@ -72,8 +72,8 @@ impl Rung {
         Self::GrowAfterOversize,
         Self::CloseAll,
         Self::Wait,
-        Self::UnmapStale,
         Self::Synchronize,
+        Self::UnmapStale,
         Self::ReleaseCached,
         Self::GrowLast,
         Self::CallBack,
@@ -107,9 +107,9 @@ impl Rung {
         Self::MoveAfterWait,
         Self::Grow,
         Self::Wait,
-        Self::UnmapStale,
         Self::Move,
         Self::Synchronize,
+        Self::UnmapStale,
         Self::ReleaseCached,
         Self::GrowLast,
         Self::CallBack,
@@ -118,7 +118,7 @@ impl Rung {
     /// The rungs that give cached memory back: what `empty_cache` does. The second release returns the ranges that the
     /// first one emptied.
     pub(crate) const EMPTY_CACHE: [Self; 6] =
-        [Self::CloseAll, Self::Wait, Self::UnmapStale, Self::Synchronize, Self::ReleaseCached, Self::ReleaseCached];
+        [Self::CloseAll, Self::Wait, Self::Synchronize, Self::UnmapStale, Self::ReleaseCached, Self::ReleaseCached];
 
     fn order(rules: Policy) -> &'static [Self] {
         match rules {

@@ -191,3 +191,19 @@ fn capture(rig: &mut Rig) -> GraphId {
     rig.allocator.end_pool(DEVICE, POOL);
     graph
 }
+
+#[test]
+fn address_that_a_retired_stream_used_last_is_unmapped_once_a_synchronise_answers_for_it() {
+    let mut rig = Rig::new("policy:rallocator");
+    let donors: Vec<_> = (0..2).map(|_| (rig.malloc(20 * MIB, SIDE), rig.malloc(2 * MIB, SIDE)).0).collect();
+    for donor in donors {
+        rig.write(SIDE, donor);
+        rig.free(donor);
+    }
+    rig.malloc(30 * MIB, SIDE);
+    let moved = rig.stats();
+    assert!(moved.handles_moved > 0 && rig.gpu.call_count(Call::RecordEvent) == 0);
+    rig.gpu.fail_next(Call::RecordEvent, 0, Status::Unknown);
+    rig.allocator.retire_stream(SIDE).expect_err("no event could be recorded");
+    rig.finish();
+}
