@@ -6,7 +6,7 @@
 //! Each program ends with the proof that nothing is left.
 //!
 //! The run is the same each time. `RALLOCATOR_SEED=N` makes it another one, `RALLOCATOR_PROGRAMS=N` a longer or shorter
-//! one. What fails is shrunk, and becomes a scenario with a name (`tests/scenarios`) when its cause is mended; no file of
+//! one. What fails is shrunk, unless `RALLOCATOR_SHRINKS=0`, and becomes a scenario with a name (`tests/scenarios`) when its cause is mended; no file of
 //! seeds is kept, since a seed means another program as soon as an operation is added.
 
 mod coverage;

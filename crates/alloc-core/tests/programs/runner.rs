@@ -74,7 +74,7 @@ where
         cases,
         failure_persistence: None,
         max_shrink_time: SHRINK_TIME_MAX.as_millis() as u32,
-        max_shrink_iters: 1_000_000,
+        max_shrink_iters: from_environment("RALLOCATOR_SHRINKS", 1_000_000) as u32,
         ..Config::default()
     };
     let mut bytes = [0; 32];

@@ -1,0 +1,298 @@
+"""Plants faults in the core, one by one, and demands that the tests catch each.
+
+A test suite that no fault can fail proves nothing. Each fault below is a change that compiles and that somebody could
+make: the text it replaces has to stand in its file exactly once, so a fault that no longer applies is noticed. Faults
+are planted in a copy of the workspace under target/sabotage; the checkout is not touched.
+
+    python tools/sabotage.py                 plant all
+    python tools/sabotage.py NAME…           plant some
+    python tools/sabotage.py --check         name them, and say which no longer apply
+    python tools/sabotage.py --programs      let the generated programs alone catch them, without the scenarios
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = Path("crates/alloc-core/src")
+WORK = ROOT / "target" / "sabotage"
+# Programs that a fault has to be caught by, if no scenario does.
+PROGRAMS = 3_000
+# A fault may make the core wait for ever; that is caught too.
+SECONDS_MAX = 240
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One change for the worse."""
+
+    name: str
+    """What is done wrong."""
+    file: str
+    """Below the core's sources."""
+    old: str
+    """The right text, which stands there once."""
+    new: str
+    """The wrong one."""
+
+    def places(self, root: Path) -> int:
+        """How often the right text stands in its file."""
+        return (root / CORE / self.file).read_text(encoding="utf-8").count(self.old)
+
+    def plant(self, root: Path) -> str:
+        """Puts the wrong text in, and returns the file's right content."""
+        path = root / CORE / self.file
+        right = path.read_text(encoding="utf-8")
+        path.write_text(right.replace(self.old, self.new), encoding="utf-8")
+        return right
+
+
+FAULTS = (
+    Fault(
+        "skip the last-use check before an unmap",
+        "release.rs",
+        "if !is_over || pieces.0.is_empty() {",
+        "if (!is_over && false) || pieces.0.is_empty() {",
+    ),
+    Fault(
+        "forget one stream that used a block",
+        "device.rs",
+        "for (stream, _) in block.last_use.iter() {",
+        "for (stream, _) in block.last_use.iter().skip(1) {",
+    ),
+    Fault(
+        "take a recorded event for a reached one",
+        "event.rs",
+        "epoch <= self.state(stream).done\n",
+        "epoch <= self.state(stream).recorded\n",
+    ),
+    Fault(
+        "drop a merge with the block before",
+        "device.rs",
+        "self.blocks[id].previous.filter(|previous| self.blocks[*previous].state == state)",
+        "self.blocks[id].previous.filter(|previous| self.blocks[*previous].state == state && false)",
+    ),
+    Fault(
+        "lose the last use of a merged block",
+        "block_table.rs",
+        "block.last_use.unite(&absorbed.last_use);",
+        "",
+    ),
+    Fault(
+        "lose the last use of a split block's rest",
+        "block_table.rs",
+        "last_use: front.last_use.clone(),",
+        "last_use: LastUse::default(),",
+    ),
+    Fault(
+        "lose an event whose record fails",
+        "execute.rs",
+        "None => *spare.insert(driver.create_event(target.device)?),",
+        "None => driver.create_event(target.device)?,",
+    ),
+    Fault(
+        "return a released graph pool at once",
+        "pool_set.rs",
+        "self.private(owner).state == PrivateState::Proven",
+        "!matches!(self.private(owner).state, PrivateState::Live { .. })",
+    ),
+    Fault(
+        "return oversize memory of a live graph",
+        "release.rs",
+        "!self.is_paged && self.pools.is_releasable(request.pool)",
+        "!self.is_paged",
+    ),
+    Fault(
+        "record on a stream that is capturing",
+        "execute.rs",
+        "Ok(CaptureStatus::Active | CaptureStatus::Invalidated) => return Ok(Closed::Capturing),",
+        "Ok(CaptureStatus::Active | CaptureStatus::Invalidated) => {}",
+    ),
+    Fault(
+        "make calls that a capture forbids",
+        "execute.rs",
+        "plan => match driver.exchange_capture_mode(CaptureMode::Relaxed) {",
+        "plan => match driver.exchange_capture_mode(CaptureMode::Global) {",
+    ),
+    Fault(
+        "synchronise beside a capture that has asked for nothing",
+        "allocator.rs",
+        "are_known &= !state.pools.has_silent_route();",
+        "are_known &= true;",
+    ),
+    Fault(
+        "lose the handles of a growth that fails",
+        "execute.rs",
+        "strays.retain(|(handle, _)| driver.release_handle(map.device, *handle).is_err());",
+        "strays.clear();",
+    ),
+    Fault(
+        "hand out memory that was never made accessible",
+        "release.rs",
+        "RunOutcome::Kept if run.is_stuck => self.stuck.push(run),",
+        "RunOutcome::Kept if run.is_stuck && false => self.stuck.push(run),",
+    ),
+    Fault(
+        "forget to count a handle that was released late",
+        "release.rs",
+        "self.stats.on_handles_released(stray.class, stray.size, 1);",
+        "",
+    ),
+    Fault(
+        "hand out a block that is pending on a second stream",
+        "device.rs",
+        "BlockState::Pending { streams } | BlockState::Deferred { streams } => *streams -= 1,",
+        "BlockState::Pending { .. } | BlockState::Deferred { .. } => self.make_idle(id),",
+    ),
+    Fault(
+        "keep the rest of a block instead of splitting it off",
+        "device.rs",
+        "if self.is_worth_splitting(request, class, size - request.rounded) {",
+        "if self.is_worth_splitting(request, class, size - request.rounded) && false {",
+    ),
+    Fault(
+        "take a failed query for the end of the work",
+        "execute.rs",
+        "first_error.get_or_insert(error);\n                    break;",
+        "first_error.get_or_insert(error);\n                    reached.push(*mark);",
+    ),
+    Fault(
+        "take a failed wait for a wait",
+        "settle.rs",
+        "if result.is_ok() {\n            self.commit_done(marks);",
+        "{\n            self.commit_done(marks);",
+    ),
+    Fault(
+        "take a new stream for the destroyed one of its handle",
+        "event.rs",
+        "state.key == key && !state.retired",
+        "state.key == key",
+    ),
+    Fault(
+        "record a default stream of the memory's own device only",
+        "allocator.rs",
+        "Ok(current) => current.into_iter().collect(),",
+        "Ok(_) => Vec::new(),",
+    ),
+    Fault(
+        "map new memory out of a late device's reach",
+        "allocator/devices.rs",
+        "device.fast()?.access.push(newcomer);",
+        "",
+    ),
+)
+
+
+def copy_workspace(to: Path) -> None:
+    """What cargo needs of the checkout. Files that did not change keep their time, so that little is built again."""
+    for path in ("Cargo.toml", "Cargo.lock", "crates"):
+        source, target = ROOT / path, to / path
+        if source.is_dir():
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(source, target)
+        else:
+            shutil.copy2(source, target)
+
+
+def cargo(workspace: Path, *arguments: str) -> tuple[int, str]:
+    """Runs `cargo test` on the copy. Returns its exit status and what it wrote; a timeout is a failure."""
+    environment = {
+        **os.environ,
+        "CARGO_TARGET_DIR": str(WORK / "target"),
+        "CARGO_PROFILE_DEV_DEBUG": "0",
+        "RALLOCATOR_PROGRAMS": str(PROGRAMS),
+        # That a program fails is enough here: nobody reads it.
+        "RALLOCATOR_SHRINKS": "0",
+        "RUST_BACKTRACE": "0",
+        "RUSTFLAGS": "-Awarnings",
+    }
+    command = ["cargo", "test", "--locked", "-p", "alloc-core", "--features", "sim", *arguments]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=workspace,
+            env=environment,
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS_MAX,
+        )
+    except subprocess.TimeoutExpired:
+        return 124, "test which ... FAILED, for want of an end"
+    return done.returncode, done.stdout
+
+
+def failing_tests(output: str) -> list[str]:
+    """The names of the tests that failed."""
+    return re.findall(r"^test (\S+)(?: - should panic)? \.\.\. FAILED", output, re.MULTILINE)
+
+
+def verdict(workspace: Path, suites: list[str]) -> tuple[bool, str]:
+    """Whether the planted fault is caught, and by what."""
+    status, output = cargo(workspace, *(part for suite in suites for part in ("--test", suite)), "--no-run")
+    if status != 0:
+        return False, "DOES NOT COMPILE\n" + output
+    for suite in suites:
+        status, output = cargo(workspace, "--test", suite)
+        if status != 0:
+            names = failing_tests(output)
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            return True, f"{suite}: {names[0] if names else 'the process died'}{more}"
+    return False, "SURVIVES"
+
+
+def main() -> int:
+    """Plants the faults and says what caught each."""
+    parser = argparse.ArgumentParser(description="Plant faults in the core: the tests must catch each.")
+    parser.add_argument("names", nargs="*", help="the faults to plant; all if none is named")
+    parser.add_argument("--check", action="store_true", help="name the faults, and say which no longer apply")
+    parser.add_argument("--programs", action="store_true", help="only the generated programs may catch them")
+    options = parser.parse_args()
+    unknown = set(options.names) - {fault.name for fault in FAULTS}
+    if unknown:
+        parser.error(f"no such fault: {', '.join(sorted(unknown))}")
+    faults = [fault for fault in FAULTS if not options.names or fault.name in options.names]
+    suites = ["programs"] if options.programs else ["scenarios", "programs"]
+
+    lost = [fault for fault in faults if fault.places(ROOT) != 1]
+    for fault in lost:
+        print(f"{fault.name}: its text stands {fault.places(ROOT)} times in {fault.file}, not once", file=sys.stderr)
+    if options.check:
+        print("\n".join(fault.name for fault in faults))
+    if options.check or lost:
+        return 1 if lost else 0
+
+    workspace = WORK / "workspace"
+    workspace.mkdir(parents=True, exist_ok=True)
+    copy_workspace(workspace)
+    is_caught, by = verdict(workspace, suites)
+    if is_caught or by != "SURVIVES":
+        print(f"without any fault the tests fail already: {by}", file=sys.stderr)
+        return 1
+
+    survivors = 0
+    for fault in faults:
+        start = time.monotonic()
+        right = fault.plant(workspace)
+        try:
+            is_caught, by = verdict(workspace, suites)
+        finally:
+            (workspace / CORE / fault.file).write_text(right, encoding="utf-8")
+        survivors += not is_caught
+        print(f"{fault.name:<58} {time.monotonic() - start:4.0f} s  {by}", flush=True)
+    print(f"{len(faults) - survivors} of {len(faults)} faults caught")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
