@@ -23,6 +23,7 @@ from histories import MIB, TRACES, event, free, segment, write, write_history
 from rallocator import _demo, _demo_training, _doctor, _gpu
 from rallocator._cli.app import app
 from rallocator._cli.console import printable
+from rallocator._replay import POLICIES
 from rallocator._run import Program
 from rallocator._sizes import format_size, parse_size
 
@@ -53,6 +54,7 @@ def test_replay_prints_json_on_stdout_and_nothing_else(tmp_path: Path) -> None:
     assert [(row["schema"], row["file"], row["policy"], row["peak_reserved"]) for row in rows] == [
         (1, str(path), "native", 20 * MIB),
         (1, str(path), "expandable", 20 * MIB),
+        (1, str(path), "rallocator", 4 * MIB),
     ]
 
 
@@ -76,7 +78,7 @@ def test_one_bad_file_among_several_is_named_and_the_others_answered(tmp_path: P
     bad.write_bytes(b"\x80\x04 damaged")
     done = command("replay", bad, TRACES / "graphs.pickle.xz", missing, "--json")
     assert done.returncode == 2
-    assert len(json.loads(done.stdout)) == 2
+    assert len(json.loads(done.stdout)) == 3
     lines = done.stderr.splitlines()
     assert len(lines) == 2
     assert lines[0].startswith(f"rallocator: {bad}: ")
@@ -98,8 +100,8 @@ def test_a_state_is_an_answer_and_no_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--policy", "rallocator"], "choose from native, expandable"),
-        (["--policy", ""], "choose from native, expandable"),
+        (["--policy", "torch"], "choose from native, expandable, rallocator"),
+        (["--policy", ""], "choose from native, expandable, rallocator"),
         (["--budget", "much"], "24GiB"),
         (["--config", "max_split_size_mb:many"], "max_split_size_mb"),
         (["--lag-ms", "-3"], "lag"),
@@ -158,7 +160,7 @@ def test_demo_without_a_gpu_replays_the_shipped_history_in_ten_seconds(tmp_path:
 
 def test_demo_of_another_history_shows_its_figures() -> None:
     shipped, other = (json.loads(invoke("demo", "--json", *words).stdout) for words in ([], ["--history", _moe()]))
-    assert [row["policy"] for row in shipped] == [row["policy"] for row in other] == ["native", "expandable"]
+    assert [row["policy"] for row in shipped] == [row["policy"] for row in other] == list(POLICIES)
     assert all(row["kind"] == "replay" and row["schema"] == 1 for row in shipped + other)
     assert shipped[0]["peak_reserved"] != other[0]["peak_reserved"]
     table = invoke("demo", "--history", _moe()).stdout
@@ -247,7 +249,7 @@ def test_doctor_exits_with_0_where_all_is_well(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(_doctor, "examine", report)
     result = invoke("doctor")
     assert result.exit_code == 0
-    assert "80.00 GiB; policies: native, expandable" in result.stdout
+    assert "80.00 GiB; policies: native, expandable, rallocator" in result.stdout
     assert "pluggable: as every release" in result.stdout
     (element,) = json.loads(invoke("doctor", "--json").stdout)
     assert element["schema"] == 1

@@ -25,12 +25,13 @@ EVERY_FIELD = Config(
     large_segment_size_mb=32,
     per_process_memory_fraction=0.5,
     peers="none",
+    cross_stream_reuse="all",
     history_limit=1000,
 )
 EVERY_FIELD_AS_TEXT = (
     "policy:native,max_split_size_mb:128,max_non_split_rounding_mb:64,garbage_collection_threshold:0.8,"
     "roundup_power2_divisions:[256:1,512:2,>:8],large_segment_size_mb:32,per_process_memory_fraction:0.5,peers:none,"
-    "history_limit:1000"
+    "cross_stream_reuse:all,history_limit:1000"
 )
 
 
@@ -64,7 +65,7 @@ def test_every_field_that_the_core_has_is_a_field_here() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("policy", "rallocator", "native or expandable"),
+        ("policy", "torch", "native or expandable or rallocator"),
         ("policy", "native,peers:all", "without a comma of its own"),
         ("max_split_size_mb", 19, "a whole number of MiB from 20"),
         ("max_split_size_mb", 20.5, "a whole number of MiB from 20"),
@@ -75,6 +76,7 @@ def test_every_field_that_the_core_has_is_a_field_here() -> None:
         ("per_process_memory_fraction", 1.5, "from 0 to 1"),
         ("roundup_power2_divisions", 3, "a power of two up to 1048576, or a list"),
         ("peers", "some", "used or all or none"),
+        ("cross_stream_reuse", "never", "done or owned or all"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_the_field_and_the_range(field: str, value: object, expected: str) -> None:
@@ -127,7 +129,7 @@ def test_without_any_source_the_defaults_hold() -> None:
     settings = resolved()
     assert settings.text == ""
     assert {setting.key: setting.value for setting in settings.settings} == {
-        "policy": "expandable",
+        "policy": "rallocator",
         "max_split_size_mb": "unlimited",
         "max_non_split_rounding_mb": "20",
         "garbage_collection_threshold": "off",
@@ -135,6 +137,7 @@ def test_without_any_source_the_defaults_hold() -> None:
         "large_segment_size_mb": "20",
         "per_process_memory_fraction": "1",
         "peers": "used",
+        "cross_stream_reuse": "owned",
         "history_limit": "0",
     }
     assert {setting.source for setting in settings.settings} == {"default"}

@@ -275,8 +275,8 @@ def test_a_budget_may_be_text_or_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policies": ["rallocator"]}, "choose from native, expandable"),
-        ({"policies": []}, "choose from native, expandable"),
+        ({"policies": ["torch"]}, "choose from native, expandable, rallocator"),
+        ({"policies": []}, "choose from native, expandable, rallocator"),
         ({"budget": "24 apples"}, "24GiB"),
         ({"budget": "24G"}, "24GiB"),
         ({"budget": 0}, "above 0"),

@@ -20,10 +20,10 @@ from rallocator.testing import SimulatedGpu
 
 MIB = 1 << 20
 
-POLICIES = pytest.mark.parametrize("policy", ["native", "expandable"])
+POLICIES = pytest.mark.parametrize("policy", ["native", "expandable", "rallocator"])
 
 
-def machine(policy: str = "expandable") -> SimulatedGpu:
+def machine(policy: str = "rallocator") -> SimulatedGpu:
     return SimulatedGpu(capacity="64MiB", config=f"policy:{policy}")
 
 

@@ -25,7 +25,7 @@ TORCH_VARIABLE = "PYTORCH_ALLOC_CONF"
 _CALL = "enable()"
 _DEFAULT = "default"
 # The settings that torch does not have, and refuses in its variables.
-_OWN_KEYS = frozenset({"policy", "peers", "history_limit"})
+_OWN_KEYS = frozenset({"policy", "cross_stream_reuse", "peers", "history_limit"})
 # The first torch whose CUDA allocator reads PYTORCH_ALLOC_CONF.
 _FIRST_TORCH_WITH_GENERIC_VARIABLE = (2, 10)
 
@@ -42,10 +42,11 @@ class Config:
         ConfigError: a value is out of its range. The message names the field and the range.
     """
 
-    policy: Literal["native", "expandable"] | None = None
+    policy: Literal["native", "expandable", "rallocator"] | None = None
     """By which rules memory is obtained from the driver: "native" cuts blocks from segments as torch does by default,
-    "expandable" grows address ranges as torch does with `expandable_segments:True`. A device that cannot do the latter
-    uses "native". Default: "expandable". Torch has no such setting, and its `expandable_segments` does not set this."""
+    "expandable" grows address ranges as torch does with `expandable_segments:True`, and "rallocator" also moves idle
+    memory to the addresses where it is needed. A device that cannot map memory at addresses of choice uses "native".
+    Default: "rallocator". Torch has no such setting, and its `expandable_segments` does not set this."""
 
     max_split_size_mb: int | None = None
     """In MiB: larger blocks are not split, and serve only requests of about their size. At least
@@ -74,8 +75,15 @@ class Config:
     Default: 1. Torch: the same name, from 2.10, and `torch.cuda.set_per_process_memory_fraction`."""
 
     peers: Literal["used", "all", "none"] | None = None
-    """Which other devices may reach memory under the policy "expandable": those that the process uses, all that the
+    """Which other devices may reach memory under the policies "expandable" and "rallocator": those that the process uses, all that the
     hardware lets, or none. Default: "used". Torch has no such setting."""
+
+    cross_stream_reuse: Literal["done", "owned", "all"] | None = None
+    """Whether a stream may be made to wait for another, on the GPU, to get memory that the other used last, when the
+    alternative is to reserve more than the program needs: "done" never does, "owned" for streams that ask for memory
+    themselves but not for those that only `record_stream` names, "all" for every stream. Streams that a program keeps
+    apart on purpose, as those of two communicators, may deadlock if one waits for the other. Policy "rallocator" only.
+    Default: "owned". Torch has no such setting."""
 
     history_limit: int | None = None
     """How many of the latest events a snapshot holds; 0 records none. Default: 0. Torch has no such setting; its

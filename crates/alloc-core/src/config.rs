@@ -100,7 +100,7 @@ named_choice! {
 /// plus the size of a request never overflows.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
-    /// `policy`: the rules. Default: expandable.
+    /// `policy`: the rules. Default: rallocator.
     pub policy: Policy,
     /// `max_split_size_mb`: larger blocks are not split, and serve only requests of about their size.
     /// At least `large_segment_size`. Default: `None`, no limit.

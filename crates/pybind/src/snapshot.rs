@@ -105,7 +105,7 @@ fn settings<'py>(py: Python<'py>, config: &Config) -> PyResult<Bound<'py, PyDict
     dict.set_item("PYTORCH_CUDA_ALLOC_CONF", config.to_string())?;
     dict.set_item("max_split_size", config.max_split_size.map_or(-1, |bytes| i64::try_from(bytes).unwrap_or(-1)))?;
     dict.set_item("garbage_collection_threshold", config.garbage_collection_threshold)?;
-    dict.set_item("expandable_segments", config.policy == Policy::Expandable)?;
+    dict.set_item("expandable_segments", config.policy != Policy::Native)?;
     dict.set_item("pinned_num_register_threads", 1)?;
     dict.set_item("release_lock_on_cudamalloc", false)?;
     dict.set_item("pinned_use_cuda_host_register", false)?;

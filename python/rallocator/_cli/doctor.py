@@ -34,7 +34,7 @@ def _lines(report: _doctor.Report) -> list[tuple[str, str]]:
         ("driver", report.driver or "its version is not known"),
     ]
     for device in report.devices:
-        policy = "native only" if device.virtual_memory_missing else "native, expandable"
+        policy = "native only" if device.virtual_memory_missing else "native, expandable, rallocator"
         reason = f": {device.virtual_memory_missing}" if device.virtual_memory_missing else ""
         lines.append((f"GPU {device.index}", f"{format_size(device.total_bytes)}; policies: {policy}{reason}"))
     if report.devices_reason:

@@ -16,7 +16,7 @@ from rallocator._replay.snapshot import read_snapshot
 from rallocator._sizes import parse_size
 from rallocator.errors import ConfigError, RallocatorError
 
-POLICIES = ("native", "expandable")
+POLICIES = ("native", "expandable", "rallocator")
 """The policies that a history can be replayed under."""
 
 DEFAULT_LAG_MS = 20.0
@@ -142,7 +142,7 @@ def replay(
     Arguments:
         path: a memory snapshot of torch (`torch.cuda.memory._dump_snapshot`), plain, gzip or xz.
         policies: the policies to replay under: "native" (torch's default rules), "expandable" (torch's rules for
-            expandable segments).
+            expandable segments), "rallocator" (our own, the default).
         budget: bytes that may be reserved, as a number or as text such as "24GiB"; what goes beyond is out of memory.
             Like torch's own limit, "expandable" may exceed it by less than a handle of 20 MiB. None: as much as it
             takes. Allocations that failed in the recording are tried only under a budget.
