@@ -104,6 +104,8 @@ impl Rung {
         Self::GrowWithinNeed,
         Self::TakeOver,
         Self::CloseAll,
+        // Where all work is over, the new events say so at once, and nobody has to wait.
+        Self::Poll,
         Self::MoveAfterWait,
         Self::Grow,
         Self::Wait,

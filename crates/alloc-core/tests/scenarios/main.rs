@@ -5,6 +5,8 @@
 mod failures;
 mod graphs;
 mod memory;
+mod moving;
 mod retired_streams;
 mod rig;
+mod sharing;
 mod streams;

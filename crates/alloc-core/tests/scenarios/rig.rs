@@ -97,11 +97,16 @@ impl Rig {
         self.stats().reserved_bytes.all.current
     }
 
-    /// Frees all that is held, and proves that nothing stays behind anywhere.
-    pub(crate) fn finish(mut self) {
+    /// Frees all that is held.
+    pub(crate) fn free_all(&mut self) {
         for address in std::mem::take(&mut self.held) {
             self.free(address);
         }
+    }
+
+    /// Frees all that is held, and proves that nothing stays behind anywhere.
+    pub(crate) fn finish(mut self) {
+        self.free_all();
         self.gpu.complete(None).expect("no kernel faults");
         self.allocator.empty_cache().expect("everything can be returned");
         self.allocator.check().expect("consistent at the end");
