@@ -132,7 +132,7 @@ fn cached_memory_of_other_streams_is_returned_before_a_request_fails() {
         rig.free(side);
         rig.malloc(200 * MIB, MAIN);
         let stats = rig.stats();
-        let retries = if config == "policy:rallocator" { 0 } else { 1 };
+        let retries = u64::from(config != "policy:rallocator");
         assert_eq!((stats.num_alloc_retries, stats.num_ooms), (retries, 0), "moving is no retry");
         rig.finish();
     }
