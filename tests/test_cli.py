@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.histories import MIB, TRACES, event, free, segment, write, write_history
 from typer.testing import CliRunner
 
 import rallocator
-from histories import MIB, TRACES, event, free, segment, write, write_history
 from rallocator import _demo, _demo_training, _doctor, _gpu
 from rallocator._cli.app import app
 from rallocator._cli.console import printable

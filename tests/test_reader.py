@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.histories import MIB, TRACES, event, free, segment, write, write_history
 
-from histories import MIB, TRACES, event, free, segment, write, write_history
 from rallocator import _core
 from rallocator._replay.history import NO_ALLOCATIONS, NO_FREES, STATE_ONLY, History, Streams, histories
 from rallocator._replay.snapshot import read_snapshot

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.histories import GIB, MIB, TRACES, event, free, load, segment, write, write_history
 
 import rallocator
-from histories import GIB, MIB, TRACES, event, free, load, segment, write, write_history
 from rallocator._replay import ReplayResult, ReplayRow
 from rallocator.errors import ConfigError, SnapshotError
 
@@ -279,8 +279,8 @@ def test_a_budget_may_be_text_or_bytes(tmp_path: Path) -> None:
         ({"policies": []}, "choose from native, expandable, rallocator"),
         ({"budget": "24 apples"}, "24GiB"),
         ({"budget": "24G"}, "24GiB"),
-        ({"budget": 0}, "above 0"),
-        ({"budget": -1}, "above 0"),
+        ({"budget": 0}, "at least 1 B"),
+        ({"budget": -1}, "at least 1 B"),
         ({"budget": "-1GiB"}, "not a size"),
         ({"budget": "1" * 19 + "TiB"}, "at most 256 TiB"),
         ({"budget": True}, "bool"),

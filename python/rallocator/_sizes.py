@@ -24,15 +24,16 @@ MAX_SIZE_BYTES = 1 << 48
 """The largest size that is accepted: 256 TiB, more than the address space of any GPU in use."""
 
 
-def parse_size(size: int | str) -> int:
+def parse_size(size: int | str, *, minimum: int = 1) -> int:
     """Return a size in bytes.
 
     Arguments:
         size: bytes as a whole number, or a number and a unit: B, KiB, MiB, GiB, TiB (powers of 1024) or KB, MB, GB, TB
             (powers of 1000). Case does not matter, and a fraction of a byte is dropped.
+        minimum: the smallest number of bytes that is accepted.
 
     Raises:
-        ValueError: anything else, and sizes that are not above 0 or exceed 256 TiB; the message says what is accepted.
+        ValueError: anything else, and sizes below the minimum or above 256 TiB; the message says what is accepted.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
         # A caller's text or number from outside is wrong in one way only: it is not a size.
@@ -45,8 +46,8 @@ def parse_size(size: int | str) -> int:
                 f"{size!r} is not a size: write a number and B, KiB, MiB, GiB, TiB, KB, MB, GB or TB, as 24GiB"
             )
         size = int(Fraction(match[1]) * unit)
-    if not 0 < size <= MAX_SIZE_BYTES:
-        raise ValueError(f"a size must be above 0 and at most 256 TiB, not {size} bytes")
+    if not minimum <= size <= MAX_SIZE_BYTES:
+        raise ValueError(f"a size must be at least {minimum} B and at most 256 TiB, not {size} bytes")
     return size
 
 

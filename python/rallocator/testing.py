@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rallocator import _core
 from rallocator._config import Config
-from rallocator._size import parse_size
+from rallocator._sizes import parse_size
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -99,7 +99,7 @@ class SimulatedGpu:
             RallocatorError: the driver refuses, as in a forked child.
             ValueError: there is no such device, or `nbytes` is no size.
         """
-        return self._gpu.malloc(parse_size(nbytes), stream, device)
+        return self._gpu.malloc(parse_size(nbytes, minimum=0), stream, device)
 
     def free(self, address: int, size: int | None = None, device: int = 0, stream: int | None = None) -> None:
         """Free an allocation, which may still be in use on the streams that the allocator knows of.
