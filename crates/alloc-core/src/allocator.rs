@@ -20,6 +20,7 @@ use crate::{
     error::AllocError,
     event::{Closing, StreamIx, StreamKey},
     execute::execute,
+    history::Recording,
     id::{DeviceId, DevicePtr, PoolId, Stream, StreamHandle},
     ladder::{Ladder, Rung, Step},
     plan::{Outcome, Plan, Synchronize},
@@ -99,12 +100,16 @@ pub struct Allocator<D> {
     config: Config,
     devices: DeviceTable,
     callback: Mutex<Option<OomCallback>>,
+    /// What devices record when they come into use.
+    recording: Mutex<Option<Recording>>,
 }
 
 impl<D: Driver> Allocator<D> {
     /// An allocator that has not spoken to its driver yet.
     pub fn new(driver: D, config: Config) -> Self {
-        Self { driver, config, devices: DeviceTable::default(), callback: Mutex::new(None) }
+        let recording = (config.history_limit > 0).then(|| Recording::new(config.history_limit));
+        let (devices, callback) = (DeviceTable::default(), Mutex::new(None));
+        Self { driver, config, devices, callback, recording: Mutex::new(recording) }
     }
 
     /// The driver.

@@ -3,7 +3,7 @@
 //! Costs time in the number of all blocks, so it runs in tests after every operation, and when a user asks for it.
 
 use crate::{
-    backing::{SpanIx, SpanKind},
+    backing::{Span, SpanIx, SpanKind},
     block::{BlockId, BlockState},
     device::DeviceState,
     id::DeviceId,
@@ -185,6 +185,13 @@ impl DeviceState {
             }
             let spans = self.spans.ids().filter(|span| self.spans[*span].pool == pool).count();
             ensure!(spans == self.pools[pool].spans, "pool {pool:?}: {spans} spans, not {}", self.pools[pool].spans);
+        }
+        for (private, pool) in self.pools.privates() {
+            let spans = self.spans.ids().map(|span| &self.spans[span]);
+            let own = spans.filter(|span| self.pools[span.pool].owner == Some(private));
+            let found: u64 = own.map(Span::reserved).sum();
+            let counted = pool.reserved.all.current;
+            ensure!(counted == found, "private pool {:?}: counted {counted} bytes, found {found}", pool.id);
         }
         Ok(())
     }

@@ -11,7 +11,7 @@ use crate::{
     config::{Config, Policy},
     driver::Capabilities,
     event::{StreamIx, StreamTable},
-    history::{Action, History},
+    history::{Action, History, Recording},
     id::{DeviceId, DevicePtr, PoolId},
     pin::PinTable,
     plan::{ReleaseRun, Stray},
@@ -75,7 +75,7 @@ pub(crate) struct DeviceState {
 }
 
 impl DeviceState {
-    pub(crate) fn new(id: DeviceId, capabilities: Capabilities, config: &Config) -> Self {
+    pub(crate) fn new(id: DeviceId, capabilities: Capabilities, config: &Config, recording: Option<Recording>) -> Self {
         let mut state = Self {
             id,
             rules: if capabilities.virtual_memory { config.policy } else { Policy::Native },
@@ -91,7 +91,7 @@ impl DeviceState {
             strays: Vec::new(),
             stuck: Vec::new(),
             stats: Stats::default(),
-            history: History::new(config.history_limit),
+            history: History::new(recording),
             config: config.clone(),
             capabilities,
         };

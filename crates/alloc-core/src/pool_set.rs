@@ -14,6 +14,7 @@ use crate::{
     id::PoolId,
     pool::FreeIndex,
     size::SizeClass,
+    stats::Family,
 };
 
 /// A pool's place in the [`PoolSet`].
@@ -64,6 +65,8 @@ pub(crate) struct PrivatePool {
     pub(crate) id: PoolId,
     pub(crate) state: PrivateState,
     pub(crate) pools: Vec<PoolIx>,
+    /// Bytes of the segments and mapped handles of its pools.
+    pub(crate) reserved: Family,
     /// Begins that have not ended: requests are being routed here, perhaps those of a capture.
     open: u32,
     /// Whether no request has come since the last begin, so that a capture's streams may not be known yet.
@@ -161,7 +164,8 @@ impl PoolSet {
     pub(crate) fn begin(&mut self, id: PoolId) -> PrivateIx {
         let Some(private) = self.find_live(id) else {
             let state = PrivateState::Live { users: 1 };
-            let pool = PrivatePool { id, state, pools: Vec::new(), open: 1, is_silent: true };
+            let pool =
+                PrivatePool { id, state, pools: Vec::new(), reserved: Family::default(), open: 1, is_silent: true };
             return PrivateIx(place(&mut self.privates, pool));
         };
         let pool = self.private_mut(private);
@@ -221,6 +225,27 @@ impl PoolSet {
                 private.state = PrivateState::Proven;
             }
         }
+    }
+
+    /// Counts memory that came to a pool, if it is a private one's.
+    pub(crate) fn on_reserved(&mut self, pool: PoolIx, bytes: u64) {
+        let Pool { owner, class, .. } = self[pool];
+        if let Some(owner) = owner {
+            self.private_mut(owner).reserved.add(class, bytes);
+        }
+    }
+
+    /// Counts memory that left a pool, if it is a private one's.
+    pub(crate) fn on_returned(&mut self, pool: PoolIx, bytes: u64) {
+        let Pool { owner, class, .. } = self[pool];
+        if let Some(owner) = owner {
+            self.private_mut(owner).reserved.take(class, bytes);
+        }
+    }
+
+    /// Updates what the private pools have reserved.
+    pub(crate) fn for_each_reserved(&mut self, update: impl FnMut(&mut Family)) {
+        self.privates.iter_mut().flatten().map(|private| &mut private.reserved).for_each(update);
     }
 
     /// Forgets released private pools that hold nothing any more.

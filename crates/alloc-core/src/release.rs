@@ -217,6 +217,7 @@ impl DeviceState {
         let (size, pool) = (self.blocks[segment.block].size, self.blocks[segment.block].pool);
         let oversize = is_oversize(size, self.config.max_split_size);
         self.stats.on_segment_released(self.pools[pool].class, size, oversize);
+        self.pools.on_returned(pool, size);
         self.record(Action::SegmentFree, segment.base.0, size, pool);
         self.remove_span(segment.block);
     }
@@ -231,6 +232,7 @@ impl DeviceState {
         self.stats.on_handles_released(class, run.size - kept, run.handles.len() - strays.len());
         let stray = |mapping: &Mapping| Stray { device: run.device, handle: mapping.handle, size: mapping.size, class };
         self.strays.extend(strays.iter().map(stray));
+        self.pools.on_returned(pool, run.size);
         self.record(Action::SegmentUnmap, run.address.0, run.size, pool);
         self.make_unmapped(run.block);
     }

@@ -4,9 +4,21 @@ use crate::{
     backing::SpanKind,
     block::{BlockId, BlockState},
     device::DeviceState,
+    history::{HistoryEvent, StackId},
     id::{DeviceId, DevicePtr, PoolId, StreamHandle},
     size::SizeClass,
 };
+
+/// A device's memory and its latest events, of one moment: walked back from the one, the other never contradicts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DevicePicture {
+    /// The device.
+    pub device: DeviceId,
+    /// In address order.
+    pub segments: Vec<SegmentPicture>,
+    /// Oldest first.
+    pub events: Vec<HistoryEvent>,
+}
 
 /// A segment, or a run of mapped handles in a range.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,6 +37,8 @@ pub struct SegmentPicture {
     pub pool: PoolId,
     /// Whether it is a run of a range.
     pub is_expandable: bool,
+    /// By whom it was obtained; of a run, its first mapping.
+    pub stack: StackId,
     /// From first to last, each touching the next.
     pub blocks: Vec<BlockPicture>,
 }
@@ -40,6 +54,8 @@ pub struct BlockPicture {
     pub requested: u64,
     /// What it is used for.
     pub state: PictureState,
+    /// By whom an active block was allocated, if that was recorded.
+    pub stack: StackId,
 }
 
 /// A block's state, as torch names it.
@@ -84,6 +100,7 @@ impl DeviceState {
                         class: self.pools[span.pool].class,
                         pool: self.pool_id(span.pool),
                         is_expandable,
+                        stack: self.history.segment_stack(block.address.0),
                         blocks,
                     });
                 }
@@ -106,7 +123,8 @@ impl DeviceState {
                 BlockState::Free | BlockState::Claimed | BlockState::Quarantined => PictureState::Inactive,
             };
             let (address, size, requested) = (DevicePtr(block.address), block.size, block.requested);
-            blocks.push(BlockPicture { address, size, requested, state });
+            let stack = self.history.block_stack(block.address);
+            blocks.push(BlockPicture { address, size, requested, state, stack });
         }
         (blocks, next)
     }

@@ -78,11 +78,11 @@ impl Family {
         update(&mut self.classes[class.index()]);
     }
 
-    fn add(&mut self, class: SizeClass, amount: u64) {
+    pub(crate) fn add(&mut self, class: SizeClass, amount: u64) {
         self.each(class, |counter| counter.add(amount));
     }
 
-    fn take(&mut self, class: SizeClass, amount: u64) {
+    pub(crate) fn take(&mut self, class: SizeClass, amount: u64) {
         self.each(class, |counter| counter.take(amount));
     }
 
@@ -96,7 +96,18 @@ impl Family {
         std::iter::once(&mut self.all).chain(&mut self.classes)
     }
 
-    fn entries(&self, family: &str, into: &mut Vec<(String, i64)>) {
+    /// Starts the peaks anew from the present values.
+    pub(crate) fn reset_peaks(&mut self) {
+        self.counters().for_each(Counter::reset_peak);
+    }
+
+    /// Starts the totals anew from zero.
+    pub(crate) fn reset_accumulated(&mut self) {
+        self.counters().for_each(Counter::reset_accumulated);
+    }
+
+    /// Adds the values to a list, under keys that begin with `family`.
+    pub fn entries(&self, family: &str, into: &mut Vec<(String, i64)>) {
         self.all.entries(&format!("{family}.all"), into);
         self.class(SizeClass::Small).entries(&format!("{family}.small_pool"), into);
         self.class(SizeClass::Large).entries(&format!("{family}.large_pool"), into);

@@ -8,6 +8,7 @@ use crate::{
     device::DeviceState,
     driver::{Driver, DriverError},
     error::AllocError,
+    history::Recording,
     id::DeviceId,
     sync::{AtomicUsize, Mutex, Ordering},
 };
@@ -74,7 +75,9 @@ impl<D: Driver> Allocator<D> {
             return Err(AllocError::NoSuchDevice { device: id, count });
         }
         let capabilities = self.driver.capabilities(id)?;
-        let mut state = DeviceState::new(id, capabilities, &self.config);
+        // Read while the activation's lock is held: a recording that begins now reaches this device or is seen here.
+        let recording = self.recording()?;
+        let mut state = DeviceState::new(id, capabilities, &self.config, recording);
         if state.is_paged() {
             state.access.extend(self.peers_of(id)?);
         }
@@ -90,6 +93,31 @@ impl<D: Driver> Allocator<D> {
         };
         self.devices.len.fetch_add(1, Ordering::AcqRel);
         Ok(self.devices.slots[id.index()].get_or_init(|| Box::new(device)))
+    }
+
+    /// Has the devices in use, and those that come into use later, record so; `None` for not at all.
+    ///
+    /// Recorded events are kept, unless `forget_events` or a lower limit says otherwise; with `None` all are forgotten.
+    ///
+    /// # Errors
+    ///
+    /// [`AllocError::Broken`] if a device is; the others do as they are told.
+    pub fn record_history(&self, recording: Option<&Recording>, forget_events: bool) -> Result<(), AllocError> {
+        let broken = |id| AllocError::Broken { device: id };
+        let _activation = self.devices.activation.lock().map_err(|_| broken(DeviceId(0)))?;
+        *self.recording.lock().map_err(|_| broken(DeviceId(0)))? = recording.cloned();
+        let mut result = Ok(());
+        for device in self.devices.starting_with(DeviceId(0)) {
+            let set = device.fast().map(|mut state| state.history.set_recording(recording.cloned(), forget_events));
+            result = result.and(set);
+        }
+        result
+    }
+
+    /// What is recorded at the moment.
+    fn recording(&self) -> Result<Option<Recording>, AllocError> {
+        let recording = self.recording.lock().map_err(|_| AllocError::Broken { device: DeviceId(0) })?;
+        Ok(recording.clone())
     }
 
     fn device_count(&self) -> Result<u32, AllocError> {

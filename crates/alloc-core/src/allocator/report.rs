@@ -7,10 +7,10 @@ use crate::{
     device::DeviceState,
     driver::Driver,
     error::{AllocError, OutOfMemory, PendingBytes},
-    history::HistoryEvent,
-    id::{DeviceId, DevicePtr, StreamHandle},
-    snapshot::SegmentPicture,
-    stats::Stats,
+    history::{Action, HistoryEvent, StackId},
+    id::{DeviceId, DevicePtr, PoolId, StreamHandle},
+    snapshot::{DevicePicture, SegmentPicture},
+    stats::{Family, Stats},
 };
 
 impl<D: Driver> Allocator<D> {
@@ -26,18 +26,58 @@ impl<D: Driver> Allocator<D> {
 
     /// Starts the device's peaks anew from the present values.
     pub fn reset_peak_stats(&self, device: DeviceId) {
-        self.read(device, |state| state.stats.reset_peaks());
+        self.read(device, |state| {
+            state.stats.reset_peaks();
+            state.pools.for_each_reserved(Family::reset_peaks);
+        });
     }
 
     /// Starts the device's totals anew from zero.
     pub fn reset_accumulated_stats(&self, device: DeviceId) {
-        self.read(device, |state| state.stats.reset_accumulated());
+        self.read(device, |state| {
+            state.stats.reset_accumulated();
+            state.pools.for_each_reserved(Family::reset_accumulated);
+        });
     }
 
     /// All segments of all devices in use, with their blocks, in address order within a device.
     pub fn snapshot(&self) -> Vec<SegmentPicture> {
         let ids = self.devices.starting_with(DeviceId(0)).map(|device| device.id);
         ids.filter_map(|id| self.read(id, |state| state.picture())).flatten().collect()
+    }
+
+    /// The memory and the events of each device in use, in the devices' order. Each is a moment of its own.
+    ///
+    /// With `leave_mark` a recording notes that a snapshot was taken, as its latest event.
+    pub fn pictures(&self, leave_mark: bool) -> Vec<DevicePicture> {
+        let picture = |state: &mut DeviceState| {
+            if leave_mark {
+                let active = state.stats.active_bytes.all.current;
+                state.note(Action::Snapshot, 0, active);
+            }
+            DevicePicture { device: state.id, segments: state.picture(), events: state.history.events().collect() }
+        };
+        self.devices_in_use().into_iter().filter_map(|id| self.read(id, picture)).collect()
+    }
+
+    /// By whom the memory at an allocated address was asked for; [`StackId::NONE`] if that was not recorded.
+    pub fn stack_of(&self, address: DevicePtr) -> StackId {
+        let of =
+            |id| self.read(id, |state| state.history.block_stack(address.0)).filter(|stack| *stack != StackId::NONE);
+        self.devices_in_use().into_iter().find_map(of).unwrap_or_default()
+    }
+
+    /// Records that the program said something of the memory at an allocated address. What, its witness knows.
+    pub fn annotate(&self, address: DevicePtr) {
+        for id in self.devices_in_use() {
+            self.read(id, |state| state.annotate(address));
+        }
+    }
+
+    /// The bytes that each private pool has reserved on the device.
+    pub fn private_reserved(&self, device: DeviceId) -> Vec<(PoolId, Family)> {
+        self.read(device, |state| state.pools.privates().map(|(_, pool)| (pool.id, pool.reserved)).collect())
+            .unwrap_or_default()
     }
 
     /// The device's latest events, oldest first.
@@ -117,7 +157,7 @@ impl DeviceState {
     /// Counts a failed request, and says where the memory is.
     fn on_out_of_memory(&mut self, requested: u64, device_free: Option<u64>) -> OutOfMemory {
         self.stats.num_ooms += 1;
-        self.record_oom(requested, device_free.unwrap_or(0));
+        self.note(Action::Oom, device_free.unwrap_or(0), requested);
         let total = self.capabilities.total_bytes;
         let mut report = OutOfMemory {
             device: self.id,
@@ -160,10 +200,15 @@ impl DeviceState {
         pending
     }
 
-    fn record_oom(&mut self, requested: u64, device_free: u64) {
-        if self.history.is_on() {
-            let (stream, pool) = (StreamHandle::DEFAULT, crate::id::PoolId::DEFAULT);
-            self.history.push(crate::history::Action::Oom, device_free, requested, stream, pool);
+    /// Records an event that belongs to no pool.
+    fn note(&mut self, action: Action, address: u64, size: u64) {
+        self.history.push(action, address, size, StreamHandle::DEFAULT, PoolId::DEFAULT);
+    }
+
+    fn annotate(&mut self, address: DevicePtr) {
+        let Some(block) = self.blocks.at(address.0).map(|id| &self.blocks[id]) else { return };
+        if block.state == BlockState::Allocated {
+            self.record(Action::Annotate, address.0, block.requested, block.pool);
         }
     }
 

@@ -52,6 +52,7 @@ impl DeviceState {
                     Source::Moved(donor) => self.take_from_donor(donor, class),
                     Source::New(size) => self.stats.on_handles_created(class, *size, 1),
                 }
+                self.pools.on_reserved(request.pool, mapping.size);
                 self.spans[span].mappings_mut().insert(mapping);
             }
             self.record(Action::SegmentMap, hole.address, hole.size(), request.pool);
@@ -78,6 +79,7 @@ impl DeviceState {
         let (span, pool) = (self.blocks[block].span, self.blocks[block].pool);
         self.spans[span].mappings_mut().remove(address);
         self.stats.on_handle_moved(self.pools[pool].class, class, size);
+        self.pools.on_returned(pool, size);
         self.record(Action::SegmentUnmap, address, size, pool);
         self.make_stale(block, handle);
     }
@@ -120,6 +122,7 @@ impl DeviceState {
                 Some(donor) => self.take_from_donor(&donor, class),
                 None => self.stats.on_handles_created(class, mapping.size, 1),
             }
+            self.pools.on_reserved(pool, mapping.size);
             self.spans[span].mappings_mut().insert(*mapping);
         }
         self.record(Action::SegmentMap, address, size, pool);

@@ -31,6 +31,7 @@ impl DeviceState {
         self.pools[pool].spans += 1;
         let oversize = is_oversize(size, self.config.max_split_size);
         self.stats.on_segment_obtained(self.pools[pool].class, size, oversize);
+        self.pools.on_reserved(pool, size);
         self.record(Action::SegmentAlloc, address.0, size, pool);
         self.hand_out(block, request)
     }

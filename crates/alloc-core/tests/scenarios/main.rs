@@ -4,6 +4,7 @@
 
 mod failures;
 mod graphs;
+mod history;
 mod memory;
 mod moving;
 mod retired_streams;
