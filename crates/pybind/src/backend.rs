@@ -7,11 +7,13 @@ use alloc_core::config::Config;
 use alloc_core::driver::cuda::CudaDriver;
 use alloc_core::driver::sim::{SimDriver, SimOptions};
 use alloc_core::error::AllocError;
-use alloc_core::history::HistoryEvent;
+use alloc_core::history::{Recording, StackId};
 use alloc_core::id::{DeviceId, DevicePtr, PoolId, StreamHandle};
-use alloc_core::snapshot::SegmentPicture;
+use alloc_core::snapshot::DevicePicture;
+use alloc_core::stats::Family;
 
 use crate::process::Simulated;
+use crate::recording;
 
 /// The allocator of this process.
 pub(crate) enum Backend {
@@ -34,6 +36,16 @@ macro_rules! on_allocator {
 impl Backend {
     /// An allocator with this configuration. Calls no driver.
     pub(crate) fn new(config: Config, simulated: Option<Simulated>) -> Self {
+        let limit = config.history_limit;
+        let backend = Self::over(config, simulated);
+        if limit > 0 {
+            // No device is in use yet, so none can be broken.
+            let _ = backend.record_history(Some(&recording::recording(limit)), false);
+        }
+        backend
+    }
+
+    fn over(config: Config, simulated: Option<Simulated>) -> Self {
         match simulated {
             None => Self::Cuda(Allocator::new(CudaDriver::new(), config)),
             Some(Simulated { capacity_bytes, devices }) => {
@@ -117,16 +129,27 @@ impl Backend {
         on_allocator!(self, allocator => allocator.reset_accumulated_stats(device));
     }
 
-    pub(crate) fn snapshot(&self) -> Vec<SegmentPicture> {
-        on_allocator!(self, allocator => allocator.snapshot())
+    /// The bytes that each private pool of the device has reserved, by torch's names for the kinds.
+    pub(crate) fn private_reserved(&self, device: DeviceId) -> Vec<(PoolId, Family)> {
+        on_allocator!(self, allocator => allocator.private_reserved(device))
     }
 
-    /// The latest events of each device, by its index, up to the last device in use.
-    pub(crate) fn histories(&self) -> Vec<Vec<HistoryEvent>> {
-        on_allocator!(self, allocator => {
-            let devices = allocator.devices_in_use().last().map_or(0, |last| last.0 + 1);
-            (0..devices).map(|device| allocator.history(DeviceId(device))).collect()
-        })
+    /// See [`Allocator::pictures`].
+    pub(crate) fn pictures(&self, leave_mark: bool) -> Vec<DevicePicture> {
+        on_allocator!(self, allocator => allocator.pictures(leave_mark))
+    }
+
+    /// See [`Allocator::record_history`].
+    pub(crate) fn record_history(&self, recording: Option<&Recording>, forget: bool) -> Result<(), AllocError> {
+        on_allocator!(self, allocator => allocator.record_history(recording, forget))
+    }
+
+    pub(crate) fn stack_of(&self, address: DevicePtr) -> StackId {
+        on_allocator!(self, allocator => allocator.stack_of(address))
+    }
+
+    pub(crate) fn annotate(&self, address: DevicePtr) {
+        on_allocator!(self, allocator => allocator.annotate(address));
     }
 
     pub(crate) fn config(&self) -> &Config {

@@ -4,6 +4,8 @@
 
 use std::collections::BTreeMap;
 
+use alloc_core::config::Config;
+use alloc_core::id::PoolId;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -23,7 +25,10 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(_probe_hooks, module)?)?;
     module.add_function(wrap_pyfunction!(_quiet_counters, module)?)?;
     module.add_function(wrap_pyfunction!(_stats, module)?)?;
+    module.add_function(wrap_pyfunction!(_private_reserved, module)?)?;
     module.add_function(wrap_pyfunction!(_reset_peak_stats, module)?)?;
+    module.add_function(wrap_pyfunction!(_reset_accumulated_stats, module)?)?;
+    module.add_function(wrap_pyfunction!(_memory_fraction, module)?)?;
     module.add_function(wrap_pyfunction!(_snapshot, module)?)?;
     module.add_function(wrap_pyfunction!(_empty_cache, module)?)
 }
@@ -82,20 +87,49 @@ fn _stats(py: Python<'_>, device: i32) -> BTreeMap<String, i64> {
     py.detach(|| hooks::stats(device).into_iter().collect())
 }
 
+/// What each private pool of a device has reserved, by the pool: its statistics, flat with dots.
+#[pyfunction]
+fn _private_reserved(py: Python<'_>, device: i32) -> BTreeMap<(u64, u64), BTreeMap<String, i64>> {
+    let pools = py.detach(|| hooks::private_reserved(device));
+    let entries = pools.into_iter().map(|(pool, reserved)| {
+        let mut entries = Vec::new();
+        reserved.entries("", &mut entries);
+        let entries = entries.into_iter().map(|(key, value)| (key.trim_start_matches('.').to_owned(), value));
+        ((pool.0, pool.1), entries.collect())
+    });
+    entries.collect()
+}
+
 /// Sets each peak of a device to the present value.
 #[pyfunction]
 fn _reset_peak_stats(py: Python<'_>, device: i32) {
     py.detach(|| hooks::reset_peak_stats(device));
 }
 
-/// A picture of all memory, as torch lays it out.
+/// Sets the totals of a device since the start to zero.
 #[pyfunction]
-fn _snapshot(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
-    let Some(backend) = process::for_notice() else {
-        return snapshot::to_python(py, &[], &[], &alloc_core::config::Config::default());
-    };
-    let (segments, histories) = py.detach(|| (backend.snapshot(), backend.histories()));
-    snapshot::to_python(py, &segments, &histories, backend.config())
+fn _reset_accumulated_stats(py: Python<'_>, device: i32) {
+    py.detach(|| hooks::reset_accumulated_stats(device));
+}
+
+/// The part of its memory that a device is limited to.
+#[pyfunction]
+fn _memory_fraction(py: Python<'_>, device: i32) -> f64 {
+    py.detach(|| hooks::memory_fraction(device))
+}
+
+/// A picture of all memory, or of one pool's, as torch lays it out.
+#[pyfunction]
+#[pyo3(signature = (*, pool=None, events=true))]
+fn _snapshot(py: Python<'_>, pool: Option<(u64, u64)>, events: bool) -> PyResult<Bound<'_, PyDict>> {
+    let pool = pool.map(|(first, second)| PoolId(first, second));
+    let mut pictures = Vec::new();
+    let mut config = Config::default();
+    if let Some(backend) = process::for_notice() {
+        pictures = py.detach(|| backend.pictures(true));
+        config = backend.config().clone();
+    }
+    snapshot::to_python(py, &pictures, hooks::device_count(), &config, &snapshot::Part { pool, events })
 }
 
 /// Gives cached memory back to the driver.

@@ -9,13 +9,16 @@
 //! it, since Rust ends a process that tries to; so the filter runs outside the `catch_unwind`, and under no lock.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use alloc_core::allocator::{FreeOutcome, RecordOutcome, StreamFilter};
+use alloc_core::error::AllocError;
 use alloc_core::id::{DeviceId, DevicePtr, PoolId, StreamHandle};
+use alloc_core::stats::Family;
 
 use crate::failure::Failure;
-use crate::{probe, process};
+use crate::recording::Call;
+use crate::{observers, probe, process, recording};
 
 /// Calls that were answered by doing nothing, since no error may be raised from them.
 static FOREIGN_POINTERS: AtomicU64 = AtomicU64::new(0);
@@ -23,6 +26,14 @@ static REPEATED_FREES: AtomicU64 = AtomicU64::new(0);
 static LEAKED_FREES: AtomicU64 = AtomicU64::new(0);
 static CAUGHT_PANICS: AtomicU64 = AtomicU64::new(0);
 static IGNORED_ERRORS: AtomicU64 = AtomicU64::new(0);
+
+/// How many devices torch knows of; 0 until it has initialised CUDA.
+static DEVICE_COUNT: AtomicU32 = AtomicU32::new(0);
+
+/// How many devices torch knows of; 0 until it has initialised CUDA.
+pub(crate) fn device_count() -> u32 {
+    DEVICE_COUNT.load(Ordering::Relaxed)
+}
 
 /// How often a hook quietly did nothing, by reason. Diagnostics: each of them should be 0.
 pub(crate) fn counters() -> [(&'static str, u64); 5] {
@@ -44,7 +55,13 @@ pub(crate) fn malloc(size: usize, device: i32, stream: StreamHandle) -> Result<O
     let device = device_id(device)?;
     process::mark_in_use();
     let pool = backend.route(device, stream);
-    guarded(|| Ok(backend.malloc(size as u64, device, stream, pool)?))
+    let caller = recording::caller(Call::Malloc);
+    let result = guarded(|| Ok(backend.malloc(size as u64, device, stream, pool)?));
+    drop(caller);
+    if let Err(Failure::Allocator(AllocError::OutOfMemory(report))) = &result {
+        observers::notify(report);
+    }
+    result
 }
 
 /// Takes back what [`malloc`] gave. Null, foreign and repeated pointers are counted and otherwise ignored.
@@ -53,6 +70,7 @@ pub(crate) fn malloc(size: usize, device: i32, stream: StreamHandle) -> Result<O
 pub(crate) fn free(pointer: Option<DevicePtr>, device: i32) {
     let Some(pointer) = pointer else { return };
     let hint = DeviceId(u32::try_from(device).unwrap_or(0));
+    let _caller = process::for_notice().and_then(|_| recording::caller(Call::Free));
     notice(|backend| match backend.free(pointer, hint) {
         FreeOutcome::Freed | FreeOutcome::Null => {}
         FreeOutcome::NotOurs => count(&FOREIGN_POINTERS),
@@ -74,6 +92,7 @@ pub(crate) fn record_stream(pointer: Option<DevicePtr>, stream: StreamHandle) {
 /// torch has initialised CUDA with so many devices.
 pub(crate) fn init(device_count: i32) {
     if device_count > 0 && process::for_notice().is_some() {
+        DEVICE_COUNT.store(device_count.unsigned_abs(), Ordering::Relaxed);
         process::mark_in_use();
     }
 }
@@ -176,6 +195,15 @@ pub(crate) fn stats(device: i32) -> Vec<(String, i64)> {
         notice(|backend| entries = backend.stats(device));
     }
     entries
+}
+
+/// What each private pool of `device` has reserved.
+pub(crate) fn private_reserved(device: i32) -> Vec<(PoolId, Family)> {
+    let mut pools = Vec::new();
+    if let Ok(device) = device_id(device) {
+        notice(|backend| pools = backend.private_reserved(device));
+    }
+    pools
 }
 
 /// Sets each peak of `device` to the present value.

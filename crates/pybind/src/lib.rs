@@ -8,7 +8,7 @@
 //!
 //! - `ffi` is the C boundary and holds all `unsafe` code; `hooks` is what its functions do, in safe code.
 //! - `process` owns the one allocator and knows whether the process may still use it; `backend` is that allocator.
-//! - `extension` is what Python sees.
+//! - `extension` is what Python sees; `recording` and `stacks` are what it sees of the past.
 
 #![deny(unsafe_code)]
 
@@ -20,12 +20,15 @@ mod failure;
 #[expect(unsafe_code, reason = "the C boundary: raw pointers come in, and exported names are unsafe attributes")]
 mod ffi;
 mod hooks;
+mod observers;
 mod pickle;
 mod probe;
 mod process;
+mod recording;
 mod replay;
 mod simulated_gpu;
 mod snapshot;
+mod stacks;
 
 use pyo3::prelude::*;
 
@@ -36,6 +39,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     config::add_to(module)?;
     devices::add_to(module)?;
     extension::add_to(module)?;
+    observers::add_to(module)?;
+    recording::add_to(module)?;
     replay::add_to(module)?;
     simulated_gpu::add_to(module)
 }

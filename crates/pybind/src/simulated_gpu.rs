@@ -9,7 +9,6 @@ use std::collections::BTreeMap;
 use alloc_core::driver::sim::{GraphId, SimError, SimOptions};
 use alloc_core::driver::{Call, CaptureMode, Status};
 use alloc_core::error::AllocError;
-use alloc_core::history::HistoryEvent;
 use alloc_core::id::{DeviceId, DevicePtr, PoolId, StreamHandle};
 use alloc_core::simulated_gpu::{SimulatedGpu, SimulatedGpuError};
 use pyo3::exceptions::PyValueError;
@@ -276,14 +275,16 @@ impl PySimulatedGpu {
 
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let allocator = self.gpu.allocator();
-        let mut segments = allocator.snapshot();
-        for segment in &mut segments {
-            segment.stream = number_of(segment.stream);
+        let mut pictures = allocator.pictures(false);
+        for picture in &mut pictures {
+            for segment in &mut picture.segments {
+                segment.stream = number_of(segment.stream);
+            }
+            for event in &mut picture.events {
+                event.stream = number_of(event.stream);
+            }
         }
-        let numbered = |event: HistoryEvent| HistoryEvent { stream: number_of(event.stream), ..event };
-        let history = |device| allocator.history(device).into_iter().map(numbered).collect();
-        let traces: Vec<Vec<HistoryEvent>> = (0..self.devices).map(DeviceId).map(history).collect();
-        snapshot::to_python(py, &segments, &traces, allocator.config())
+        snapshot::to_python(py, &pictures, self.devices, allocator.config(), &snapshot::Part::ALL)
     }
 
     fn empty_cache(&self, py: Python<'_>) -> PyResult<()> {
