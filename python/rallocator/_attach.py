@@ -7,7 +7,7 @@ import threading
 import warnings
 from dataclasses import dataclass
 
-from rallocator import _config, _core, _gpu, _torch
+from rallocator import _config, _core, _gpu, _parity, _torch
 from rallocator._sizes import parse_size
 from rallocator.errors import (
     BridgeError,
@@ -133,6 +133,7 @@ def _attach(settings: str, attach: str) -> None:
     _core._install(settings, simulated_bytes=simulated_bytes, simulated_devices=simulated_devices)
     _torch.change_allocator(torch, allocator)
     _torch.verify_hooks(torch)
+    _parity.install(torch, settings)
     _process.attachment = _Attachment("pluggable", settings, allocator)
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from typing import Any, Literal
@@ -116,7 +116,7 @@ class Config:
             ConfigError: the text is malformed, or a key is unknown, or a value out of range.
         """
         parsed = _core.parse_config(text)
-        _warn_of_inert(parsed.inert, stacklevel=3)
+        warn_of_inert(parsed.inert, stacklevel=3)
         return _from_given(dict(parsed.given))
 
     @staticmethod
@@ -130,7 +130,7 @@ class Config:
             ConfigError: a variable is wrong. The message names it.
         """
         given = _read_all(None, os.environ, None)
-        _warn_of_inert(_parse_together(given).inert, stacklevel=3)
+        warn_of_inert(_parse_together(given).inert, stacklevel=3)
         return _from_given({key: setting.value for key, setting in given.items()})
 
     def _written(self) -> dict[str, str]:
@@ -186,7 +186,8 @@ def resolve(
     given = _read_all(config, os.environ if environ is None else environ, torch_version)
     parsed = _parse_together(given)
     if warn:
-        _warn_of_inert(parsed.inert, stacklevel=4)
+        warn_of_inert(parsed.inert, stacklevel=4)
+        _warn_of_combinations(dict(parsed.effective), given.keys(), stacklevel=5)
     return ResolvedConfig(
         text=parsed.text,
         settings=tuple(
@@ -282,11 +283,20 @@ def _join(settings: Mapping[str, str]) -> str:
 _warned: set[str] = set()
 
 
-def _warn_of_inert(keys: list[str], stacklevel: int) -> None:
+def warn_of_inert(keys: list[str], stacklevel: int) -> None:
     """Name settings that change nothing, each once in a process."""
     if news := [key for key in keys if key not in _warned]:
         _warned.update(news)
         text = f"rallocator does not use these settings of torch's, which change nothing: {', '.join(news)}."
         if "expandable_segments" in news:
             text += " To choose torch's default rules, set policy:native in RALLOCATOR_CONF."
+        warnings.warn(text, UserWarning, stacklevel=stacklevel)
+
+
+def _warn_of_combinations(effective: Mapping[str, str], given: Collection[str], stacklevel: int) -> None:
+    """Name settings that change nothing beside another one, each once in a process."""
+    key, policy = "garbage_collection_threshold", effective["policy"]
+    if key in given and policy != "native" and key not in _warned:
+        _warned.add(key)
+        text = f"{key} changes nothing under policy:{policy}: it is about the segments of policy:native."
         warnings.warn(text, UserWarning, stacklevel=stacklevel)

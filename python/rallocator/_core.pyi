@@ -51,8 +51,21 @@ def _quiet_counters() -> dict[str, int]:
 def _stats(device: int) -> dict[str, int]:
     """All statistics of a device, by torch's names, flat with dots; empty for an index that is no device."""
 
+def _private_reserved(device: int) -> dict[tuple[int, int], dict[str, int]]:
+    """What each private pool of a device has reserved.
+
+    Returns:
+        By the pool's id its statistics, flat with dots: "all.current", "small_pool.peak" and so on, in bytes.
+    """
+
 def _reset_peak_stats(device: int) -> None:
     """Set the peaks of a device to the present values."""
+
+def _reset_accumulated_stats(device: int) -> None:
+    """Set the totals of a device since the start to zero."""
+
+def _memory_fraction(device: int) -> float:
+    """The part of its memory that a device is limited to; 1 where no limit was set."""
 
 def _empty_cache() -> None:
     """Give cached memory back to the driver.
@@ -61,8 +74,56 @@ def _empty_cache() -> None:
         RallocatorError: the driver refused.
     """
 
-def _snapshot() -> dict[str, Any]:
-    """A picture of all memory, in the layout of `torch.cuda.memory._snapshot()`."""
+def _snapshot(*, pool: tuple[int, int] | None = None, events: bool = True) -> dict[str, Any]:
+    """A picture of all memory, in the layout of `torch.cuda.memory._snapshot()`.
+
+    The segments and the events of a device are of one moment; a recording notes that a snapshot was taken.
+
+    Arguments:
+        pool: the segments of this pool only; None for all. Events are those of all pools.
+        events: whether events are wanted.
+    """
+
+def _record_history(*, limit: int | None, stacks: str, skipped: Sequence[str], forget: bool) -> None:
+    """Start, change or stop the recording of what happens to memory.
+
+    Arguments:
+        limit: how many of the latest events are kept, at least 1; None to stop and forget everything.
+        stacks: which calls have their Python stack taken, and what carries it: "none"; "state" (held memory);
+            "alloc" (events too, a free those of its allocation); "all" (frees have their own).
+        skipped: the actions that are not kept, by their names.
+        forget: whether earlier events are dropped.
+
+    Raises:
+        ValueError: `stacks` or an action is unknown.
+        RallocatorError: a device is broken.
+    """
+
+def _is_recording() -> bool:
+    """Whether anything is recorded."""
+
+def _stop_taking_stacks() -> None:
+    """Take no Python stacks any more, since Python is ending."""
+
+def _allocation_stack(address: int) -> list[dict[str, Any]] | None:
+    """The Python stack by which the memory at an allocated address was obtained; None if that was not recorded."""
+
+def _annotate(address: int, text: str) -> None:
+    """Record that the program says something of the memory at an allocated address."""
+
+def _set_label(text: str) -> None:
+    """Label the events that the calling thread causes from now on; "" for none."""
+
+def _label() -> str:
+    """The label of the calling thread's events."""
+
+def _attach_out_of_memory_observer(observer: Callable[[int, int, int, int], object]) -> None:
+    """Have a function called at each request that fails for want of memory, before the error is raised.
+
+    Arguments:
+        observer: takes the device, then in bytes what was asked for, what the device has or may be reserved of it, and
+            what the driver has free. What it raises is printed.
+    """
 
 @final
 class ParsedConfig:

@@ -73,8 +73,7 @@ def check_build(version: str, cuda: str | None, hip: str | None) -> None:
             f"This torch ({version}) is built without CUDA. Install a CUDA build: "
             f"https://pytorch.org/get-started/locally/. {STAYS}"
         )
-    release = re.match(r"(\d+)\.(\d+)", version)
-    if release is None or (int(release[1]), int(release[2])) < OLDEST_SUPPORTED:
+    if release(version) < OLDEST_SUPPORTED:
         oldest = ".".join(map(str, OLDEST_SUPPORTED))
         raise TorchNotSupportedError(
             f"This torch ({version}) is older than {oldest}, the oldest supported. Upgrade torch. {STAYS}"
@@ -83,6 +82,19 @@ def check_build(version: str, cuda: str | None, hip: str | None) -> None:
         raise TorchNotSupportedError(
             f"torch takes other allocators on Linux only, and this system is {sys.platform}. {STAYS}"
         )
+
+
+def release(version: str) -> tuple[int, int]:
+    """The release that a version belongs to.
+
+    Arguments:
+        version: `torch.__version__`, for instance "2.11.0+cu130".
+
+    Returns:
+        Its first two numbers; (0, 0) for a version that has none.
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (0, 0) if found is None else (int(found[1]), int(found[2]))
 
 
 def check_in_time(torch: ModuleType) -> None:
