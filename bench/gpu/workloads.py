@@ -164,6 +164,8 @@ def make_deterministic() -> None:
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.deterministic = True
+    # cuDNN's attention adds in no fixed order and cannot be told to; flash attention's can.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     # Filling new tensors would hide a workload that reads what nobody wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False
 
