@@ -29,6 +29,13 @@ def _hook_addresses() -> dict[str, int]:
 def _malloc_address() -> int:
     """The address of `rallocator_malloc` in this library."""
 
+def _answer_cache_info() -> bool:
+    """Have torch's present allocator, which must be this one, answer cuDNN's question for its largest free block.
+
+    Returns:
+        False if this torch is built in another way, so that nothing was changed.
+    """
+
 def _probe_hooks(calls: Callable[[], object]) -> list[str]:
     """Run something while the hooks, on this thread, only note what reaches them.
 

@@ -148,6 +148,10 @@ impl Backend {
         on_allocator!(self, allocator => allocator.stack_of(address))
     }
 
+    pub(crate) fn largest_available(&self, device: DeviceId) -> u64 {
+        on_allocator!(self, allocator => allocator.largest_available(device))
+    }
+
     pub(crate) fn annotate(&self, address: DevicePtr) {
         on_allocator!(self, allocator => allocator.annotate(address));
     }

@@ -22,6 +22,7 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(_is_installed, module)?)?;
     module.add_function(wrap_pyfunction!(_hook_addresses, module)?)?;
     module.add_function(wrap_pyfunction!(_malloc_address, module)?)?;
+    module.add_function(wrap_pyfunction!(_answer_cache_info, module)?)?;
     module.add_function(wrap_pyfunction!(_probe_hooks, module)?)?;
     module.add_function(wrap_pyfunction!(_quiet_counters, module)?)?;
     module.add_function(wrap_pyfunction!(_stats, module)?)?;
@@ -65,6 +66,12 @@ fn _hook_addresses() -> BTreeMap<&'static str, usize> {
 #[pyfunction]
 fn _malloc_address() -> usize {
     ffi::malloc_address()
+}
+
+/// Has torch's present allocator answer for its largest free block; false if this torch is built otherwise.
+#[pyfunction]
+fn _answer_cache_info() -> bool {
+    ffi::answer_cache_info()
 }
 
 /// Runs `calls` with this thread's hooks only noting what reaches them; returns what did.

@@ -9,6 +9,8 @@
 
 mod api_table;
 mod cxx_exception;
+mod largest_block;
+mod library;
 mod std_function;
 
 use std::ffi::c_void;
@@ -16,6 +18,7 @@ use std::ffi::c_void;
 use alloc_core::id::{DevicePtr, PoolId, StreamHandle};
 
 use crate::{hooks, process};
+pub(crate) use largest_block::answer_cache_info;
 use std_function::StdFunction;
 
 /// The addresses of the functions for which torch has setters, by the setter's name.

@@ -134,6 +134,15 @@ pub(crate) fn base_allocation(pointer: DevicePtr) -> Option<(DevicePtr, u64)> {
     segment
 }
 
+/// The bytes of the largest block that a request on `device` could get without giving anything back.
+pub(crate) fn largest_available(device: i32) -> u64 {
+    let mut bytes = 0;
+    if let Ok(device) = device_id(device) {
+        notice(|backend| bytes = backend.largest_available(device));
+    }
+    bytes
+}
+
 /// From now on requests on streams that `filter` accepts are met from `pool`. Each begin needs its own release.
 pub(crate) fn begin_pool(device: i32, pool: PoolId, filter: StreamFilter) -> Result<(), Failure> {
     if probe::notes(format_args!("begin_pool {device} {} {}", pool.0, pool.1)) {

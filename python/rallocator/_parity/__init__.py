@@ -179,11 +179,13 @@ def install(torch: ModuleType, config: str) -> Installed:
         replaced.append(replacement.name)
     # Python's threads must not be waited for once it is ending, and taking a call stack would.
     atexit.register(_core._stop_taking_stacks)
-    if lacking:
-        names = "; ".join(f"{replacement.name} ({replacement.why})" for replacement in lacking)
+    missing = [f"{replacement.name} ({replacement.why})" for replacement in lacking]
+    if not _core._answer_cache_info():
+        missing.append(f"CUDAPluggableAllocator::cacheInfo ({_RAISES}torch.backends.cudnn.benchmark)")
+    if missing:
         warnings.warn(
-            f"This torch ({torch.__version__}) lacks names that rallocator replaces, so some of torch's memory "
-            f"functions may not work with it: {names}. Please report it.",
+            f"This torch ({torch.__version__}) is built in a way that rallocator does not know, so some of torch's "
+            f"functions may not work with it: {'; '.join(missing)}. Please report it.",
             RuntimeWarning,
             stacklevel=5,
         )

@@ -97,6 +97,19 @@ impl<D: Driver> Allocator<D> {
         self.devices_in_use().into_iter().find_map(|id| self.read(id, |state| state.base_of(address)).flatten())
     }
 
+    /// The bytes of the largest block that a request could get at once: cached in a default pool, or new from the driver.
+    ///
+    /// Brings the device into use. 0 if it cannot be, or the driver does not answer.
+    pub fn largest_available(&self, device: DeviceId) -> u64 {
+        let Ok(device) = self.device(device) else { return 0 };
+        let free = self.driver().memory_info(device.id).map_or(0, |info| info.free_bytes);
+        self.read(device.id, |state| {
+            let room = state.limit.saturating_sub(state.stats.reserved_bytes.all.current);
+            state.largest_cached().max(free.min(room))
+        })
+        .unwrap_or(0)
+    }
+
     /// Limits what may be reserved on the device to a part of its memory. Nothing is given back at once.
     ///
     /// # Errors
@@ -170,15 +183,13 @@ impl DeviceState {
             pending: self.pending_bytes(),
             pending_total: self.stats.active_bytes.all.current - self.stats.allocated_bytes.all.current,
             cached: 0,
-            largest_cached: 0,
+            largest_cached: self.largest_cached(),
             private: 0,
             policy: self.rules,
             virtual_memory: self.capabilities.virtual_memory,
         };
         for pool in self.pools.ids().filter(|pool| self.pools[*pool].owner.is_none()) {
-            let index = &self.pools[pool].index;
-            report.cached += index.iter().map(|entry| entry.size).sum::<u64>();
-            report.largest_cached = report.largest_cached.max(index.largest().map_or(0, |entry| entry.size));
+            report.cached += self.pools[pool].index.iter().map(|entry| entry.size).sum::<u64>();
         }
         for span in self.spans.ids() {
             let span = &self.spans[span];
@@ -187,6 +198,12 @@ impl DeviceState {
             }
         }
         report
+    }
+
+    /// The bytes of the largest free block in the default pools.
+    fn largest_cached(&self) -> u64 {
+        let defaults = self.pools.ids().filter(|pool| self.pools[*pool].owner.is_none());
+        defaults.filter_map(|pool| self.pools[pool].index.largest()).map(|entry| entry.size).max().unwrap_or(0)
     }
 
     /// What waits for each stream, largest first.

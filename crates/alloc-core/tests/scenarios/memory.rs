@@ -217,3 +217,18 @@ fn callback_runs_before_a_request_fails_and_may_save_it() {
         rig.finish();
     }
 }
+
+#[test]
+fn largest_block_to_be_had_is_the_largest_cached_or_what_the_limit_leaves_of_the_free_memory() {
+    for config in POLICIES {
+        let mut rig = Rig::new(config);
+        assert_eq!(rig.allocator.largest_available(DEVICE), 256 * MIB);
+        let address = rig.malloc(200 * MIB, MAIN);
+        assert_eq!(rig.allocator.largest_available(DEVICE), 56 * MIB);
+        rig.allocator.set_memory_limit(DEVICE, 220 * MIB).expect("the device is in use");
+        assert_eq!(rig.allocator.largest_available(DEVICE), 20 * MIB);
+        rig.free(address);
+        assert_eq!(rig.allocator.largest_available(DEVICE), 200 * MIB);
+        rig.finish();
+    }
+}

@@ -12,6 +12,7 @@
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::mem::MaybeUninit;
 
+use super::library::Library;
 use crate::failure::Failure;
 
 /// Bytes obtained for a `c10::OutOfMemoryError`. It has 128 in torch 2.9 to 2.15; the rest is room for later ones.
@@ -198,29 +199,5 @@ impl TorchError {
             // SAFETY: a vtable is an array of words, of which those after the header are functions.
             vtable: unsafe { library.symbol(c"_ZTVN3c1016OutOfMemoryErrorE") }?,
         })
-    }
-}
-
-/// A library that somebody else has loaded. It is never unloaded, so nothing is given back.
-struct Library(*mut c_void);
-
-impl Library {
-    fn loaded(name: &CStr) -> Option<Self> {
-        // SAFETY: with this flag nothing is loaded, so no foreign initialiser runs.
-        let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
-        (!handle.is_null()).then_some(Self(handle))
-    }
-
-    /// The function or data of this name, there or in a library that this one depends on.
-    ///
-    /// # Safety
-    ///
-    /// - `T` is a pointer to data or to a function, of the type that goes by this name.
-    unsafe fn symbol<T: Copy>(&self, name: &CStr) -> Option<T> {
-        const { assert!(size_of::<T>() == size_of::<*mut c_void>()) };
-        // SAFETY: the handle is one that dlopen returned.
-        let address = unsafe { libc::dlsym(self.0, name.as_ptr()) };
-        // SAFETY: the address is not null, and the caller promises that it is of this type, of the size just checked.
-        (!address.is_null()).then(|| unsafe { std::mem::transmute_copy::<*mut c_void, T>(&address) })
     }
 }
