@@ -1,0 +1,540 @@
+"""torch's own memory functions, with rallocator behind them: the real torch on the simulated driver.
+
+What needs a GPU is in tests/gpu/test_torch_parity.py. docs/torch-compatibility.md names the test of each function.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.processes import succeed
+from tests.torch_programs import SIMULATED, play
+
+from rallocator import _parity, _replay, _torch
+from rallocator._snapshot_checker import check
+
+pytestmark = pytest.mark.torch
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+def test_every_name_that_this_torch_has_is_replaced_by_a_function_of_its_own() -> None:
+    printed = play("""
+        from rallocator import _parity, _torch
+
+        release = _torch.release(torch.__version__)
+        expected = [entry for entry in _parity.TABLE if entry.belongs_to(release)]
+        print(all(getattr(getattr(torch, entry.owner), entry.name) is entry.function for entry in expected))
+        print(len({id(entry.function) for entry in expected}) == len(expected) > 15)
+    """)
+    assert printed == ["True", "True"]
+
+
+def test_table_gives_each_name_once_and_a_reason_for_it() -> None:
+    names = [(entry.owner, entry.name) for entry in _parity.TABLE]
+    assert len(set(names)) == len(names)
+    assert all(entry.why and entry.since >= _torch.OLDEST_SUPPORTED for entry in _parity.TABLE)
+
+
+def test_torch_that_lacks_a_name_is_told_so_once_and_the_rest_works() -> None:
+    printed = succeed(
+        """
+        import warnings
+        import torch, rallocator
+
+        del torch._C._cuda_resetPeakMemoryStats
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            rallocator.enable()
+        print(len(seen), seen[0].category.__name__, str(seen[0].message))
+        torch.cuda._initialized = True
+        print(torch.cuda.memory_stats(0)["num_ooms"])
+        """,
+        environment=SIMULATED,
+    ).splitlines()
+    assert printed[0].startswith("1 RuntimeWarning")
+    assert "_cuda_resetPeakMemoryStats (raises RuntimeError: reset_peak_memory_stats)" in printed[0]
+    assert printed[1] == "0"
+
+
+# --- statistics -----------------------------------------------------------------------------------------------------
+
+
+def test_memory_stats_have_torchs_keys_and_shape() -> None:
+    printed = play("""
+        import json
+        from rallocator import _torch
+
+        held, freed = allocate(3 * MiB, 0), allocate(2 * MiB, 0)
+        release(freed)
+        stats, nested = torch.cuda.memory_stats(0), torch.cuda.memory_stats_as_nested_dict(0)
+        newer = _torch.release(torch.__version__) >= (2, 12)
+        print(len(stats) == (123 if newer else 122), ("num_oom_rejections" in stats) == newer)
+        print(nested["allocated_bytes"]["large_pool"], stats["allocated_bytes.large_pool.peak"] // MiB)
+        print(sorted(stats) == list(stats), all(type(value) is int for value in stats.values()))
+        print(torch.cuda.memory_allocated(0) // MiB, torch.cuda.max_memory_allocated(0) // MiB,
+              torch.cuda.memory_reserved(0) // MiB, torch.cuda.max_memory_reserved(0) // MiB)
+        print("Allocated memory" in torch.cuda.memory_summary(0), "20480 KiB" in torch.cuda.memory_summary(0, True))
+    """)
+    assert printed[0] == "True True"
+    expected = {"current": 3 << 20, "peak": 5 << 20, "allocated": 5 << 20, "freed": 2 << 20}
+    assert json.loads(printed[1].rpartition(" ")[0].replace("'", '"')) == expected
+    assert printed[2:4] == ["True True", "3 5 20 20"]
+    assert printed[4] == "True True"
+
+
+def test_resets_start_peaks_and_totals_anew() -> None:
+    assert play("""
+        release(allocate(3 * MiB, 0))
+        held = allocate(2 * MiB, 0)
+        torch.cuda.reset_peak_memory_stats(0)
+        print(torch.cuda.max_memory_allocated(0) // MiB)
+        torch.cuda.reset_accumulated_memory_stats(0)
+        stats = torch.cuda.memory_stats(0)
+        print(stats["allocated_bytes.all.allocated"], stats["allocated_bytes.all.freed"], stats["num_device_alloc"])
+    """) == ["2", "0 0 0"]
+
+
+def test_private_pools_are_told_apart_where_torch_tells_them_apart() -> None:
+    printed = play("""
+        from rallocator import _torch
+
+        pool = torch.cuda.graph_pool_handle()
+        torch._C._cuda_beginAllocateCurrentThreadToPool(0, pool)
+        inside = allocate(3 * MiB, 0)
+        torch._C._cuda_endAllocateToPool(0, pool)
+        outside = allocate(3 * MiB, 0)
+        key = f"reserved_bytes_by_private_pools.{pool[0]}_{pool[1]}.large_pool.current"
+        newer = _torch.release(torch.__version__) >= (2, 13)
+        print(torch.cuda.memory_stats(0).get(key) == (20 * MiB if newer else None))
+        of_pool = torch.cuda.memory_snapshot(tuple(pool))
+        print([segment["segment_pool_id"] == tuple(pool) for segment in of_pool], of_pool[0]["allocated_size"] // MiB)
+        print(len(torch.cuda.memory_snapshot()), len(torch._C._cuda_memorySnapshot((0, 0))["segments"]))
+        part = torch._C._cuda_memorySnapshot((*pool, False))
+        print(len(part["segments"]), part["device_traces"])
+        release(inside)
+        torch._C._cuda_releasePool(0, pool)
+    """)
+    assert printed == ["True", "[True] 3", "2 2", "1 []"]
+
+
+def test_accelerator_functions_answer_for_rallocator() -> None:
+    assert play("""
+        accelerator = torch.accelerator
+        held = allocate(3 * MiB, 0)
+        release(allocate(4 * MiB, 0))
+        print(accelerator.memory_allocated(0) // MiB, accelerator.max_memory_allocated(0) // MiB,
+              accelerator.memory_reserved(0) // MiB, accelerator.max_memory_reserved(0) // MiB)
+        accelerator.reset_peak_memory_stats(0)
+        accelerator.reset_accumulated_memory_stats(0)
+        stats = accelerator.memory_stats(0)
+        print(stats["allocated_bytes.all.peak"] // MiB, stats["allocated_bytes.all.allocated"], len(stats))
+        release(held)
+        accelerator.empty_cache()
+        print(accelerator.memory_reserved(0))
+        torch.cuda._initialized = False
+        print(accelerator.memory_stats(0), torch.cuda.memory_stats(0))
+    """) == ["3 7 20 20", "3 0 122", "0", "OrderedDict() OrderedDict()"]
+
+
+def test_child_of_a_process_that_used_the_gpu_still_gets_answers() -> None:
+    assert play("""
+        import os
+
+        allocate(MiB, 0)
+        memory._record_memory_history()
+        child = os.fork()
+        if child == 0:
+            memory._record_memory_history(None)
+            torch.cuda.reset_peak_memory_stats(0)
+            print(torch._C._cuda_memoryStats(0), memory._snapshot()["segments"], flush=True)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    """) == ["{} []"]
+
+
+# --- history and snapshots ------------------------------------------------------------------------------------------
+
+RECORD = """
+def actions(device=0):
+    return [event["action"] for event in memory._snapshot()["device_traces"][device]][:-1]
+
+def churn():
+    release(allocate(MiB, 0))
+
+churn()
+"""
+
+
+def test_history_has_torchs_events_times_and_stacks() -> None:
+    printed = play(
+        RECORD
+        + """
+import time
+memory._record_memory_history()
+before = time.time_ns() // 1000
+churn()
+held = allocate(3 * MiB, 0)
+trace = memory._snapshot()["device_traces"][0]
+print([event["action"] for event in trace])
+times = [event["time_us"] for event in trace]
+print(times == sorted(times), abs(times[0] - before) < 60_000_000)
+first = trace[0]["frames"]
+print([frame["name"] for frame in first], first[0]["filename"], first[0]["line"] > 0)
+print([frame["name"] for frame in trace[2]["frames"]])
+print({event["compile_context"] for event in trace}, {event["user_metadata"] for event in trace})
+blocks = [block for segment in memory._snapshot()["segments"] for block in segment["blocks"]]
+print([len(block["frames"]) for block in blocks if block["state"] == "active_allocated"])
+"""
+    )
+    assert printed[0] == str(["alloc", "free_requested", "free_completed", "segment_alloc", "alloc", "snapshot"])
+    assert printed[1:4] == ["True True", "['churn', '<module>'] <string> True", "['churn', '<module>']"]
+    assert printed[4:] == ["{'N/A'} {''}", "[1]"]
+
+
+def test_recording_does_as_its_arguments_say() -> None:
+    printed = play(
+        RECORD
+        + """
+def stacks(device=0):
+    return [len(event["frames"]) for event in memory._snapshot()["device_traces"][device]][:-1]
+
+memory._record_memory_history(context=None); churn()
+print(stacks())
+memory._record_memory_history(context="state", clear_history=True); churn()
+held = allocate(MiB, 0)
+print(stacks(), memory._snapshot()["segments"][0]["blocks"][0]["frames"] != [])
+memory._record_memory_history(context="alloc", clear_history=True, stacks="python"); churn()
+print(stacks())
+memory._record_memory_history(max_entries=2); churn(); churn()
+latest = memory._snapshot()["device_traces"][0]
+print(len(latest), [event["action"] for event in latest])
+memory._record_memory_history(enabled="state", clear_history=True); churn(); churn()
+print(len(memory._snapshot()["device_traces"][0]))
+memory._record_memory_history(False); churn()
+print(memory._snapshot()["device_traces"], torch._C._cuda_isHistoryEnabled())
+memory._record_memory_history(True, trace_alloc_max_entries=10, trace_alloc_record_context=True); churn()
+print(actions(), torch._C._cuda_isHistoryEnabled())
+memory._record_memory_history(None)
+print(memory._snapshot()["device_traces"])
+for arguments in ({"enabled": "some"}, {"context": "some"}, {"stacks": "some"}):
+    try:
+        memory._record_memory_history(**arguments)
+    except RuntimeError as error:
+        print(error)
+"""
+    )
+    three = "['alloc', 'free_requested', 'free_completed']"
+    assert printed[0] == "[0, 0, 0]"
+    assert printed[1] == "[0, 0, 0, 0] True"
+    assert printed[2] == "[2, 2, 2]"
+    assert printed[3] == "2 ['free_completed', 'snapshot']"
+    assert printed[4] == "1"
+    assert printed[5] == "[[]] False"
+    assert printed[6] == f"{three} True"
+    assert printed[7] == "[[]]"
+    assert [line.split()[0] for line in printed[8:]] == ["enabled", "context", "stacks"]
+
+
+def test_skipped_actions_are_not_recorded() -> None:
+    printed = play(
+        RECORD
+        + """
+from rallocator import _torch
+if _torch.release(torch.__version__) >= (2, 11):
+    memory._record_memory_history(skip_actions=["free_requested", "snapshot"])
+    churn()
+    print([event["action"] for event in memory._snapshot()["device_traces"][0]])
+    try:
+        memory._record_memory_history(skip_actions=["free"])
+    except ValueError as error:
+        print(error)
+else:
+    print(["alloc", "free_completed"])
+    print("there is no action")
+"""
+    )
+    assert printed[0] == "['alloc', 'free_completed']"
+    assert printed[1].startswith("there is no action")
+
+
+@pytest.mark.parametrize("policy", ["native", "expandable", "rallocator"])
+def test_dumped_snapshot_is_free_of_contradictions_opens_in_torchs_tool_and_replays_in_ours(
+    policy: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "snapshot.pickle"
+    printed = play(
+        f"""
+        import random, subprocess, sys
+        memory._record_memory_history(max_entries=100_000)
+        random.seed(1)
+        held = [allocate(5 * MiB, 0)]
+        for step in range(500):
+            if held and random.random() < 0.5:
+                release(held.pop(random.randrange(len(held))))
+            else:
+                held.append(allocate(random.randint(1, 8 * MiB), 0))
+            if step == 250:
+                torch._C._cuda_emptyCache()
+        memory._dump_snapshot({str(path)!r})
+        done = subprocess.run([sys.executable, "-m", "torch.cuda._memory_viz", "stats", {str(path)!r}],
+                              capture_output=True, text=True)
+        print(done.returncode, "allocated" in done.stdout, done.stderr[-300:].replace(chr(10), " "))
+        """,
+        settings=f"policy:{policy}",
+    )
+    assert printed[0].startswith("0 True"), printed
+    snapshot = _replay_load(path)
+    assert check(snapshot) > 700
+    rows = _replay.replay(path, policies=["native", "expandable"]).rows
+    assert [row.replayable for row in rows] == [True, True]
+    assert all(row.ooms == 0 and (row.peak_allocated or 0) > 5 << 20 for row in rows)
+
+
+def _replay_load(path: Path) -> dict[str, object]:
+    import pickle
+
+    content: dict[str, object] = pickle.loads(path.read_bytes())  # noqa: S301 — written by the test.
+    return content
+
+
+def test_labels_annotations_and_tracebacks_are_recorded() -> None:
+    printed = play("""
+        from rallocator import _torch
+        import threading
+
+        release_ = _torch.release(torch.__version__)
+        if release_ < (2, 14):
+            print("step 1"); print("['alloc', 'annotate'] ['step 1', 'a note']"); print("True None True")
+            raise SystemExit
+        allocate(MiB // 2, 0)
+        memory._record_memory_history()
+        memory._set_memory_metadata("step 1")
+        print(memory._get_memory_metadata())
+        held = allocate(MiB // 2, 0)
+        torch._C._cuda_annotateMemory(held, "a note")
+        trace = memory._snapshot()["device_traces"][0][:-1]
+        print([event["action"] for event in trace], [event["user_metadata"] for event in trace])
+        inner = memory._allocation_traceback(held)[0]["filename"] == "<string>"
+        print(inner, memory._allocation_traceback(0x1000), memory._memory_metadata_supported())
+        other = []
+        thread = threading.Thread(target=lambda: other.append(memory._get_memory_metadata()))
+        thread.start(); thread.join()
+        assert other == [""]
+    """)
+    assert printed == ["step 1", "['alloc', 'annotate'] ['step 1', 'a note']", "True None True"]
+
+
+def test_threads_without_the_gil_record_while_others_take_snapshots() -> None:
+    # Each thread that allocates holds no GIL when it enters the hook, and wants it for its stack.
+    printed = play("""
+        import ctypes, threading
+        from rallocator import _core
+
+        library = ctypes.CDLL(_core.__file__)
+        malloc, free = library.rallocator_malloc, library.rallocator_free
+        malloc.argtypes, malloc.restype = (ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+        free.argtypes, free.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p), None
+        memory._record_memory_history(max_entries=1000)
+
+        def churn_in_a_thread():
+            for size in range(1, 400):
+                free(malloc(size * 997, 0, None), 0, 0, None)
+
+        threads = [threading.Thread(target=churn_in_a_thread) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            picture = memory._snapshot()
+        for thread in threads:
+            thread.join()
+        trace = memory._snapshot()["device_traces"][0]
+        print(len(trace), {event["frames"][0]["name"] for event in trace if event["frames"]})
+    """)
+    assert printed == ["1000 {'churn_in_a_thread'}"]
+
+
+def test_stack_is_taken_while_an_exception_is_on_its_way() -> None:
+    assert play("""
+        memory._record_memory_history()
+
+        class Holder:
+            def __init__(self): self.address = allocate(MiB, 0)
+            def __del__(self): release(self.address)
+
+        def fail():
+            holder = Holder()
+            raise KeyError("mine")
+
+        try:
+            fail()
+        except KeyError as error:
+            print(repr(error))
+        print(torch.cuda.memory_allocated(0))
+    """) == ["KeyError('mine')", "0"]
+
+
+# --- out of memory --------------------------------------------------------------------------------------------------
+
+
+def test_observers_hear_of_each_failure_before_its_error_and_may_do_anything() -> None:
+    printed = play("""
+        seen = []
+
+        def observe(device, asked, total, free):
+            seen.append((device, asked >> 30, total >> 20, free >> 20))
+            seen.append([event["action"] for event in memory._snapshot()["device_traces"][0]][-2:])
+            release(allocate(MiB, 0))
+
+        memory._record_memory_history(context=None)
+        allocate(MiB, 0)
+        torch._C._cuda_attach_out_of_memory_observer(observe)
+        try:
+            allocate(20 << 30, 0)
+        except torch.OutOfMemoryError:
+            print(seen)
+        stats = torch.cuda.memory_stats(0)
+        print(stats["num_ooms"], stats["num_alloc_retries"])
+        trace = memory._snapshot()["device_traces"][0]
+        oom = next(event for event in trace if event["action"] == "oom")
+        print(oom["size"] >> 30, oom["device_free"] >> 20, "addr" in oom)
+        try:
+            torch._C._cuda_attach_out_of_memory_observer(3)
+        except TypeError as error:
+            print(error)
+    """)
+    assert printed[0] in {"[(0, 20, 1024, 1022), ['oom', 'snapshot']]", "[(0, 20, 1024, 1024), ['oom', 'snapshot']]"}
+    assert printed[1] in {"1 1", "1 0"}
+    assert printed[2] in {"20 1022 False", "20 1024 False"}
+    assert "callable" in printed[3]
+
+
+def test_observer_that_raises_is_printed_and_the_request_fails_as_before() -> None:
+    assert play("""
+        import sys
+
+        sys.unraisablehook = lambda unraisable: print(type(unraisable.exc_value).__name__, unraisable.exc_value)
+        torch._C._cuda_attach_out_of_memory_observer(lambda *figures: 1 / 0)
+        try:
+            allocate(20 << 30, 0)
+        except torch.OutOfMemoryError as error:
+            print(str(error)[:20])
+    """) == ["ZeroDivisionError division by zero", "CUDA out of memory. "]
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+def test_memory_fraction_is_set_asked_for_and_obeyed() -> None:
+    assert play("""
+        print(torch.cuda.get_per_process_memory_fraction(0))
+        torch._C._cuda_setMemoryFraction(0.25, 0)
+        print(torch.cuda.get_per_process_memory_fraction(0), torch.cuda.get_per_process_memory_fraction(1))
+        held = allocate(200 * MiB, 0)
+        try:
+            allocate(100 * MiB, 0)
+        except torch.OutOfMemoryError as error:
+            print("It may reserve 256.00 MiB." in str(error))
+    """) == ["1.0", "0.25 1.0", "True"]
+
+
+def test_settings_changed_at_run_time_are_honoured_or_refused_and_never_ignored() -> None:
+    printed = play(
+        """
+        import warnings
+        from rallocator import _torch
+
+        new = _torch.release(torch.__version__) >= (2, 10)
+        name = "_accelerator_setAllocatorSettings" if new else "_cuda_cudaCachingAllocator_set_allocator_settings"
+        change = getattr(torch._C, name)
+        change("max_split_size_mb:64")
+        try:
+            change("max_split_size_mb:128")
+        except ValueError as error:
+            print(type(error).__name__, error)
+        try:
+            change("max_split_size_mb:0")
+        except ValueError as error:
+            print(type(error).__name__, error)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            change("release_lock_on_cudamalloc:True")
+            change("release_lock_on_cudamalloc:True")
+        print(len(seen))
+        change("pinned_num_register_threads:2")
+        """,
+        settings="policy:native,max_split_size_mb:64",
+    )
+    assert printed[0].startswith("ConfigError ")
+    assert "RALLOCATOR_CONF" in printed[0]
+    assert printed[1].startswith("ConfigError ")
+    assert "max_split_size_mb" in printed[1]
+    assert printed[2] == "1"
+
+
+# --- other things that ask the allocator ----------------------------------------------------------------------------
+
+
+def test_backend_keeps_its_name_and_memory_of_the_host_its_statistics() -> None:
+    assert play("""
+        print(torch.cuda.get_allocator_backend(), torch._C._cuda_cudaCachingAllocator_is_enabled()
+              if hasattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled") else True)
+        print("_parity" in (getattr(torch._C._cuda_hostMemoryStats, "__module__", None) or ""))
+    """) == ["pluggable True", "False"]
+
+
+def test_cudnn_benchmark_is_told_the_largest_block_to_be_had() -> None:
+    # What cuDNN's benchmark asks cannot be asked from Python, so the call is made as C++ makes it: through the table of
+    # virtual functions of the object that torch uses.
+    printed = play("""
+        import ctypes
+        from pathlib import Path
+
+        libraries = Path(torch.__file__).parent / "lib"
+        c10 = ctypes.CDLL(str(libraries / "libc10_cuda.so"))
+        cuda = ctypes.CDLL(str(libraries / "libtorch_cuda.so"))
+        scope = "_ZN5torch4cuda22CUDAPluggableAllocator22CUDAPluggableAllocator"
+        original = ctypes.cast(getattr(cuda, scope + "9cacheInfoEaPm"), ctypes.c_void_p).value
+        table = ctypes.addressof(ctypes.c_void_p.in_dll(cuda, scope.replace("_ZN", "_ZTVN") + "E")) + 16
+        words = (ctypes.c_size_t * 50).from_address(table)
+        slot = list(words).index(original)
+        current = ctypes.c_size_t.in_dll(c10, "_ZN3c104cuda20CUDACachingAllocator9allocatorE").value
+        own = (ctypes.c_size_t * 50).from_address(ctypes.c_size_t.from_address(current).value)
+        print([index for index in range(45) if own[index] != words[index]] == [slot])
+        ask = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int8, ctypes.POINTER(ctypes.c_size_t))(own[slot])
+        largest = ctypes.c_size_t(0)
+        held = allocate(600 * MiB, 0)
+        ask(current, 0, largest)
+        print(largest.value // MiB)
+        release(held)
+        ask(current, 0, largest)
+        print(largest.value // MiB)
+    """)
+    assert printed == ["True", "424", "600"]
+
+
+def test_sharing_a_cuda_tensor_fails_at_the_sender_with_a_way_out() -> None:
+    printed = play("""
+        storage = torch.UntypedStorage(8)
+        try:
+            storage._share_cuda_()
+        except RuntimeError as error:
+            print(error)
+    """)
+    assert "tensor.cpu()" in printed[0]
+
+
+def test_allocation_by_address_works_and_a_wrong_address_is_an_error_of_torchs() -> None:
+    assert play("""
+        address = allocate(3 * MiB, 0)
+        print(torch.cuda.memory_allocated(0) // MiB)
+        release(address)
+        print(torch.cuda.memory_allocated(0))
+        try:
+            release(address)
+        except RuntimeError as error:
+            print("not allocated here" in str(error))
+    """) == ["3", "0", "True"]
