@@ -161,17 +161,21 @@ impl<D: Driver> Allocator<D> {
         if let Some(address) = state.malloc(&request) {
             return Ok(Some(address));
         }
+        state.pools[request.pool].climbers += 1;
         drop(state);
-        self.malloc_slow(device, Ladder::new(request)).map(Some)
+        let mut ladder = Ladder::new(request);
+        let result = self.malloc_slow(device, &mut ladder);
+        device.fast()?.leave(&ladder);
+        result.map(Some)
     }
 
     /// Climbs the ladder until the request is served or nothing is left to try.
     #[cold]
-    fn malloc_slow(&self, device: &Device, mut ladder: Ladder) -> Result<DevicePtr, AllocError> {
+    fn malloc_slow(&self, device: &Device, ladder: &mut Ladder) -> Result<DevicePtr, AllocError> {
         self.notice_active_devices()?;
         let mut slow = Some(device.slow()?);
         loop {
-            let step = device.fast()?.climb(&mut ladder);
+            let step = device.fast()?.climb(ladder);
             let (rung, plan) = match step {
                 Step::Done(address) => return Ok(address),
                 Step::Run(rung, plan) => (rung, plan),
@@ -189,7 +193,7 @@ impl<D: Driver> Allocator<D> {
             } else {
                 self.carry_out(plan)
             };
-            if let Some(address) = device.fast()?.commit_for(outcome, &mut ladder)? {
+            if let Some(address) = device.fast()?.commit_for(outcome, ladder)? {
                 return Ok(address);
             }
         }

@@ -161,6 +161,7 @@ pub(crate) enum Step {
 impl DeviceState {
     /// The next step for the ladder's request.
     pub(crate) fn climb(&mut self, ladder: &mut Ladder) -> Step {
+        self.leave_released_pool(ladder);
         if let Some(address) = self.malloc(&ladder.request) {
             return Step::Done(address);
         }
@@ -182,6 +183,23 @@ impl DeviceState {
             return Step::Run(rung, plan);
         }
         Step::Fail(ladder.failure)
+    }
+
+    /// A private pool that was released meanwhile hands nothing out any more: the default pool serves the request.
+    fn leave_released_pool(&mut self, ladder: &mut Ladder) {
+        let pool = ladder.request.pool;
+        if !self.pools.is_live(pool) {
+            let (stream, class) = (self.pools[pool].stream, self.pools[pool].class);
+            self.leave(ladder);
+            ladder.request.pool = self.pools.of(None, stream, class);
+            self.pools[ladder.request.pool].climbers += 1;
+        }
+    }
+
+    /// The request needs its pool no longer.
+    pub(crate) fn leave(&mut self, ladder: &Ladder) {
+        self.pools[ladder.request.pool].climbers -= 1;
+        self.pools.drop_empty_privates();
     }
 
     /// What `rung` asks of the driver for this request, if it applies.

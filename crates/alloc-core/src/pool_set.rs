@@ -40,6 +40,8 @@ pub(crate) struct Pool {
     pub(crate) spans: usize,
     /// Requests that came to this pool: its clock, by which the age of idle blocks is told.
     pub(crate) requests: u64,
+    /// Requests that are climbing the ladder with this pool in their hands, which so stays where it is.
+    pub(crate) climbers: usize,
 }
 
 /// Whether a private pool's memory may be handed out.
@@ -118,7 +120,7 @@ impl PoolSet {
 
     fn add(&mut self, owner: Option<PrivateIx>, stream: StreamIx, class: SizeClass) -> PoolIx {
         let (index, unmapped) = (FreeIndex::default(), BTreeMap::new());
-        let pool = Pool { owner, stream, class, index, unmapped, spans: 0, requests: 0 };
+        let pool = Pool { owner, stream, class, index, unmapped, spans: 0, requests: 0, climbers: 0 };
         PoolIx(place(&mut self.pools, pool))
     }
 
@@ -253,7 +255,8 @@ impl PoolSet {
         for index in 0..self.privates.len() {
             let Some(private) = &self.privates[index] else { continue };
             let is_live = matches!(private.state, PrivateState::Live { .. });
-            if !is_live && private.pools.iter().all(|pool| self[*pool].spans == 0) {
+            let is_unused = |pool: &PoolIx| self[*pool].spans == 0 && self[*pool].climbers == 0;
+            if !is_live && private.pools.iter().all(is_unused) {
                 let private = self.privates[index].take().expect("seen above");
                 for pool in private.pools {
                     self.pools[pool.0 as usize] = None;

@@ -62,7 +62,7 @@ impl DeviceState {
             debug_assert_eq!(self.blocks[block].next, Some(*piece), "nobody coalesces claimed blocks");
             self.blocks.absorb_next(block);
         }
-        self.blocks[block].state = BlockState::Free;
+        self.blocks[block].state = self.pools.idle_state(self.blocks[block].pool);
         if map.moves() {
             // The donors' last uses are over, or come before what the asking stream does from now on.
             let own = self.pools[request.pool].stream;
@@ -103,8 +103,7 @@ impl DeviceState {
         }
         for piece in &map.pieces {
             if !map.holes.iter().any(|hole| hole.block == *piece) {
-                self.blocks[*piece].state = BlockState::Free;
-                self.coalesce_and_index(*piece);
+                self.make_idle_again(*piece);
             } else if !failure.stuck.iter().any(|(block, _)| block == piece) {
                 self.make_unmapped(*piece);
             }

@@ -1,8 +1,8 @@
 //! Captures and private pools.
 
-use alloc_core::{driver::CaptureMode, id::PoolId};
+use alloc_core::{allocator::FreeOutcome, driver::CaptureMode, id::PoolId};
 
-use crate::rig::{MAIN, MIB, POLICIES, Rig, SIDE};
+use crate::rig::{DEVICE, MAIN, MIB, POLICIES, Rig, SIDE};
 
 const POOL: PoolId = PoolId(1, 0);
 
@@ -160,4 +160,31 @@ fn oversize_memory_of_a_live_graph_makes_no_room_for_a_request_of_its_pool() {
     rig.gpu.destroy_graph(graph).expect("it exists");
     rig.release_pool(POOL);
     rig.finish();
+}
+
+#[test]
+fn request_whose_pool_is_released_while_it_climbs_is_served_by_the_default_pool() {
+    for config in POLICIES {
+        let mut rig = Rig::new(config);
+        rig.begin_pool(POOL, MAIN);
+        rig.malloc(150 * MIB, MAIN);
+        let hoard = rig.malloc(80 * MIB, SIDE);
+        let allocator = rig.allocator.clone();
+        rig.allocator.set_oom_callback(Some(std::sync::Arc::new(move || {
+            // What a program does that drops its graphs to make room.
+            allocator.end_pool(DEVICE, POOL);
+            allocator.release_pool(DEVICE, POOL);
+            true
+        })));
+        assert!(rig.allocator.malloc(60 * MIB, DEVICE, MAIN, Some(POOL)).is_err(), "nothing was freed");
+        rig.allocator.check().expect("consistent");
+        rig.allocator.set_oom_callback(None);
+        rig.free(hoard);
+        let address = rig.allocator.malloc(60 * MIB, DEVICE, MAIN, Some(POOL)).expect("there is room now");
+        assert!(
+            rig.allocator.snapshot().iter().any(|segment| segment.pool == PoolId::DEFAULT && segment.size >= 60 * MIB)
+        );
+        assert_eq!(rig.allocator.free(address.expect("not nothing"), DEVICE), FreeOutcome::Freed);
+        rig.finish();
+    }
 }

@@ -1,5 +1,7 @@
 //! An allocator on a small simulated GPU, checked after every step.
 
+use std::sync::Arc;
+
 use alloc_core::{
     allocator::{Allocator, FreeOutcome, RecordOutcome},
     config::Config,
@@ -19,7 +21,7 @@ pub(crate) const SIDE: StreamHandle = StreamHandle(0x10);
 
 pub(crate) struct Rig {
     pub(crate) gpu: SimDriver,
-    pub(crate) allocator: Allocator<SimDriver>,
+    pub(crate) allocator: Arc<Allocator<SimDriver>>,
     held: Vec<DevicePtr>,
 }
 
@@ -32,7 +34,7 @@ impl Rig {
         let gpu = SimDriver::new(options);
         gpu.set_current_device(DEVICE).expect("device 0 exists");
         let config = Config::parse(config).expect("a valid config").config;
-        Self { allocator: Allocator::new(gpu.clone(), config), gpu, held: Vec::new() }
+        Self { allocator: Arc::new(Allocator::new(gpu.clone(), config)), gpu, held: Vec::new() }
     }
 
     pub(crate) fn malloc(&mut self, size: u64, stream: StreamHandle) -> DevicePtr {
@@ -79,7 +81,7 @@ impl Rig {
     }
 
     pub(crate) fn begin_pool(&self, pool: PoolId, stream: StreamHandle) {
-        let filter = std::sync::Arc::new(move |asked| asked == stream);
+        let filter = Arc::new(move |asked| asked == stream);
         self.allocator.begin_pool(DEVICE, pool, filter).expect("the device is in use");
         self.gpu.pool_begun(DEVICE, pool);
     }
