@@ -516,6 +516,22 @@ def test_cudnn_benchmark_is_told_the_largest_block_to_be_had() -> None:
     assert printed == ["True", "424", "600"]
 
 
+def test_profiler_is_told_of_memory() -> None:
+    printed = play("""
+        import os
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # The profiler logs there that it has no GPU.
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+            release(allocate(3 * MiB, 0))
+        profile = profiler.profiler.kineto_results
+        memory_events = [event for event in profile.events() if event.name() == "[memory]"]
+        print([event.nbytes() // MiB for event in memory_events], {str(event.device_type()) for event in memory_events})
+        release(allocate(3 * MiB, 0))
+    """)
+    assert printed == ["[3, -3] {'DeviceType.CUDA'}"]
+
+
 def test_sharing_a_cuda_tensor_fails_at_the_sender_with_a_way_out() -> None:
     printed = play("""
         storage = torch.UntypedStorage(8)

@@ -75,8 +75,8 @@ class Config:
     Default: 1. Torch: the same name, from 2.10, and `torch.cuda.set_per_process_memory_fraction`."""
 
     peers: Literal["used", "all", "none"] | None = None
-    """Which other devices may reach memory under the policies "expandable" and "rallocator": those that the process uses,
-    all that the hardware lets, or none. Default: "used". Torch has no such setting."""
+    """Which other devices may reach memory under the policies "expandable" and "rallocator": those that the process
+    uses, all that the hardware lets, or none. Default: "used". Torch has no such setting."""
 
     cross_stream_reuse: Literal["done", "owned", "all"] | None = None
     """Whether a stream may be made to wait for another, on the GPU, to get memory that the other used last, when the

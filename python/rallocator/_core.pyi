@@ -36,6 +36,13 @@ def _answer_cache_info() -> bool:
         False if this torch is built in another way, so that nothing was changed.
     """
 
+def _tell_profiler() -> bool:
+    """Tell torch's profiler of each allocation and each free from now on, while it listens.
+
+    Returns:
+        False if this torch is built in another way.
+    """
+
 def _probe_hooks(calls: Callable[[], object]) -> list[str]:
     """Run something while the hooks, on this thread, only note what reaches them.
 

@@ -148,6 +148,11 @@ impl Backend {
         on_allocator!(self, allocator => allocator.stack_of(address))
     }
 
+    pub(crate) fn allocated_and_reserved(&self, device: DeviceId) -> (u64, u64) {
+        let stats = on_allocator!(self, allocator => allocator.stats(device));
+        (stats.allocated_bytes.all.current, stats.reserved_bytes.all.current)
+    }
+
     pub(crate) fn largest_available(&self, device: DeviceId) -> u64 {
         on_allocator!(self, allocator => allocator.largest_available(device))
     }

@@ -23,6 +23,7 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(_hook_addresses, module)?)?;
     module.add_function(wrap_pyfunction!(_malloc_address, module)?)?;
     module.add_function(wrap_pyfunction!(_answer_cache_info, module)?)?;
+    module.add_function(wrap_pyfunction!(_tell_profiler, module)?)?;
     module.add_function(wrap_pyfunction!(_probe_hooks, module)?)?;
     module.add_function(wrap_pyfunction!(_quiet_counters, module)?)?;
     module.add_function(wrap_pyfunction!(_stats, module)?)?;
@@ -72,6 +73,12 @@ fn _malloc_address() -> usize {
 #[pyfunction]
 fn _answer_cache_info() -> bool {
     ffi::answer_cache_info()
+}
+
+/// Tells torch's profiler of allocations and frees from now on; false if this torch is built otherwise.
+#[pyfunction]
+fn _tell_profiler() -> bool {
+    ffi::tell_profiler()
 }
 
 /// Runs `calls` with this thread's hooks only noting what reaches them; returns what did.

@@ -11,6 +11,7 @@ mod api_table;
 mod cxx_exception;
 mod largest_block;
 mod library;
+mod profiler;
 mod std_function;
 
 use std::ffi::c_void;
@@ -19,6 +20,7 @@ use alloc_core::id::{DevicePtr, PoolId, StreamHandle};
 
 use crate::{hooks, process};
 pub(crate) use largest_block::answer_cache_info;
+pub(crate) use profiler::tell_profiler;
 use std_function::StdFunction;
 
 /// The addresses of the functions for which torch has setters, by the setter's name.
@@ -46,15 +48,21 @@ pub(crate) fn malloc_address() -> usize {
 #[unsafe(no_mangle)]
 pub(crate) extern "C-unwind" fn rallocator_malloc(size: usize, device: i32, stream: *mut c_void) -> *mut c_void {
     match hooks::malloc(size, device, stream_handle(stream)) {
-        Ok(address) => raw_address(address),
+        Ok(address) => {
+            let address = raw_address(address);
+            profiler::report(address, signed(size), device);
+            address
+        }
         Err(failure) => cxx_exception::throw(failure),
     }
 }
 
-/// Takes back memory from [`rallocator_malloc`]. Never raises; `size` and `stream` are not trusted, and not needed.
+/// Takes back memory from [`rallocator_malloc`]. Never raises; `size` and `stream` are not trusted, and only the
+/// profiler is told of the size.
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn rallocator_free(address: *mut c_void, _size: usize, device: i32, _stream: *mut c_void) {
+pub(crate) extern "C" fn rallocator_free(address: *mut c_void, size: usize, device: i32, _stream: *mut c_void) {
     hooks::free(device_pointer(address), device);
+    profiler::report(address, -signed(size), device);
 }
 
 /// Notes that work on `stream` uses the memory at `address`. Never raises.
@@ -152,6 +160,10 @@ pub(crate) fn call_at_exit() {
     }
     // SAFETY: the handler is a static function, and this library is never unloaded: Python keeps extensions.
     unsafe { libc::atexit(ending) };
+}
+
+fn signed(bytes: usize) -> i64 {
+    i64::try_from(bytes).unwrap_or(i64::MAX)
 }
 
 fn device_pointer(address: *mut c_void) -> Option<DevicePtr> {

@@ -134,6 +134,15 @@ pub(crate) fn base_allocation(pointer: DevicePtr) -> Option<(DevicePtr, u64)> {
     segment
 }
 
+/// The bytes that are allocated and reserved on `device`.
+pub(crate) fn allocated_and_reserved(device: i32) -> (u64, u64) {
+    let mut bytes = (0, 0);
+    if let Ok(device) = device_id(device) {
+        notice(|backend| bytes = backend.allocated_and_reserved(device));
+    }
+    bytes
+}
+
 /// The bytes of the largest block that a request on `device` could get without giving anything back.
 pub(crate) fn largest_available(device: i32) -> u64 {
     let mut bytes = 0;

@@ -4,6 +4,9 @@ torch's interface for allocators from outside has no hook for statistics, histor
 functions raise, or quietly answer nothing. But torch's Python functions look up what they call on `torch._C` each time,
 so replacing those few names there makes every public function above them work. All that is replaced is in `TABLE`.
 
+Two things are between C++ and C++, out of Python's reach: cuDNN's benchmark asks for the largest free block, and the
+profiler wants to be told of memory. For those see `_core._answer_cache_info` and `_core._tell_profiler`.
+
 A replacement takes `*args`, so that it survives the next argument that torch adds, and is a function object of its own:
 `torch.compile` tells functions apart by their identity.
 """
@@ -182,6 +185,8 @@ def install(torch: ModuleType, config: str) -> Installed:
     missing = [f"{replacement.name} ({replacement.why})" for replacement in lacking]
     if not _core._answer_cache_info():
         missing.append(f"CUDAPluggableAllocator::cacheInfo ({_RAISES}torch.backends.cudnn.benchmark)")
+    if not _core._tell_profiler():
+        missing.append("c10::reportMemoryUsageToProfiler (shows no memory: torch.profiler with profile_memory=True)")
     if missing:
         warnings.warn(
             f"This torch ({torch.__version__}) is built in a way that rallocator does not know, so some of torch's "
