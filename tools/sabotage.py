@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -108,8 +107,8 @@ FAULTS = (
     Fault(
         "return oversize memory of a live graph",
         "release.rs",
-        "!self.is_paged && self.pools.is_releasable(request.pool)",
-        "!self.is_paged",
+        "!self.is_paged() && self.pools.is_releasable(request.pool)",
+        "!self.is_paged()",
     ),
     Fault(
         "record on a stream that is capturing",
@@ -132,8 +131,8 @@ FAULTS = (
     Fault(
         "lose the handles of a growth that fails",
         "execute.rs",
-        "strays.retain(|(handle, _)| driver.release_handle(map.device, *handle).is_err());",
-        "strays.clear();",
+        "!is_stuck(*handle) && driver.release_handle(map.device, *handle).is_err()",
+        "!is_stuck(*handle) && false",
     ),
     Fault(
         "hand out memory that was never made accessible",
@@ -184,6 +183,30 @@ FAULTS = (
         "Ok(_) => Vec::new(),",
     ),
     Fault(
+        "hand memory on without the wait on the GPU",
+        "execute.rs",
+        "marks.iter().try_for_each(|mark| driver.wait_event(stream, mark.event))",
+        "Ok(())",
+    ),
+    Fault(
+        "make a stream that is capturing wait",
+        "execute.rs",
+        "if driver.capture_status(stream)? != CaptureStatus::None {",
+        "if driver.capture_status(stream)? != CaptureStatus::None && false {",
+    ),
+    Fault(
+        "unmap a stale mapping that is in use",
+        "stale.rs",
+        "if !block.last_use.iter().all(|(stream, epoch)| self.streams.is_done(stream, epoch)) {",
+        "if false {",
+    ),
+    Fault(
+        "release a handle that is mapped at a stale address",
+        "stale.rs",
+        "self.by_address.values().any(|(_, known)| *known == handle)",
+        "self.by_address.values().any(|(_, known)| *known == handle && false)",
+    ),
+    Fault(
         "map new memory out of a late device's reach",
         "allocator/devices.rs",
         "device.fast()?.access.push(newcomer);",
@@ -193,14 +216,20 @@ FAULTS = (
 
 
 def copy_workspace(to: Path) -> None:
-    """What cargo needs of the checkout. Files that did not change keep their time, so that little is built again."""
-    for path in ("Cargo.toml", "Cargo.lock", "crates"):
-        source, target = ROOT / path, to / path
-        if source.is_dir():
-            shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(source, target)
-        else:
-            shutil.copy2(source, target)
+    """Makes the copy what the checkout is, and touches only what differs: cargo goes by the times of files."""
+    copied = [
+        ROOT / "Cargo.toml",
+        ROOT / "Cargo.lock",
+        *(path for path in (ROOT / "crates").rglob("*") if path.is_file()),
+    ]
+    targets = {to / path.relative_to(ROOT): path for path in copied}
+    for stale in {path for path in to.rglob("*") if path.is_file()} - targets.keys():
+        stale.unlink()
+    for target, path in targets.items():
+        content = path.read_bytes()
+        if not target.is_file() or target.read_bytes() != content:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
 
 
 def cargo(workspace: Path, *arguments: str) -> tuple[int, str]:
