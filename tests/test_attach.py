@@ -9,9 +9,9 @@ from __future__ import annotations
 import textwrap
 
 import pytest
-from tests.processes import build_library, succeed
 
 from rallocator import _torch
+from tests.processes import build_library, succeed
 
 pytestmark = pytest.mark.torch
 

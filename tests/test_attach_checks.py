@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.processes import succeed
 
 from rallocator import _gpu, _torch
 from rallocator.errors import TorchNotSupportedError
+from tests.processes import succeed
 
 
 @pytest.mark.parametrize(

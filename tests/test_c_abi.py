@@ -7,9 +7,9 @@ import shutil
 import subprocess
 
 import pytest
-from tests.processes import INCLUDE, build_library, succeed
 
 from rallocator import _core
+from tests.processes import INCLUDE, build_library, succeed
 
 HEADER = INCLUDE / "rallocator.h"
 

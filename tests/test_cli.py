@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.histories import MIB, TRACES, event, free, segment, write, write_history
 from typer.testing import CliRunner
 
 import rallocator
@@ -26,6 +25,7 @@ from rallocator._cli.console import printable
 from rallocator._replay import POLICIES
 from rallocator._run import Program
 from rallocator._sizes import format_size, parse_size
+from tests.histories import MIB, TRACES, event, free, segment, write, write_history
 
 WITHOUT_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80"}
 """The environment of a machine without a GPU and with a narrow terminal."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tests.processes import succeed
-
 import rallocator
+from tests.processes import succeed
 
 HEAVY = ("torch", "numpy", "typer", "rich", "plotly")
 

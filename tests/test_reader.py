@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.histories import MIB, TRACES, event, free, segment, write, write_history
 
 from rallocator import _core
 from rallocator._replay.history import NO_ALLOCATIONS, NO_FREES, STATE_ONLY, History, Streams, histories
 from rallocator._replay.snapshot import read_snapshot
 from rallocator._replay.steps import Kind
 from rallocator.errors import SnapshotError
+from tests.histories import MIB, TRACES, event, free, segment, write, write_history
 
 ONE_BLOCK = {"segments": [], "device_traces": [[event("alloc", 4096, 700), *free(4096, 700)]]}
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.histories import GIB, MIB, TRACES, event, free, load, segment, write, write_history
 
 import rallocator
 from rallocator._replay import ReplayResult, ReplayRow
 from rallocator.errors import ConfigError, SnapshotError
+from tests.histories import GIB, MIB, TRACES, event, free, load, segment, write, write_history
 
 HISTORIES = (
     "gpt_varlen",

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests import histories
 
 from rallocator._snapshot_checker import ContradictionError, check
 from rallocator.testing import SimulatedGpu
+from tests import histories
 
 MIB = 1 << 20
 POLICIES = ("native", "expandable", "rallocator")

@@ -9,11 +9,11 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.processes import succeed
-from tests.torch_programs import SIMULATED, play
 
 from rallocator import _parity, _replay, _torch
 from rallocator._snapshot_checker import check
+from tests.processes import succeed
+from tests.torch_programs import SIMULATED, play
 
 pytestmark = pytest.mark.torch
 
