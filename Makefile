@@ -16,7 +16,7 @@ cargo_test := $(shell command -v cargo-nextest >/dev/null && echo nextest run ||
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help run check test wheel bench sabotage loom fix readme lock clean \
+.PHONY: help run check test wheel bench sabotage loom fix pages lock clean \
 	develop install-wheel rust loom-models python-checks python-without-torch python-with-torch
 
 help: ## List these commands
@@ -47,8 +47,9 @@ fix: $(VIRTUAL_ENV)/tools ## Format everything, and mend what the linters can me
 	ruff check --fix
 	ruff format
 
-readme: develop ## Put the demo's present output into README.md
+pages: develop ## Write what follows from runs: the demo in README.md, docs/gpu-results.md
 	python tools/write_readme.py
+	python -m bench.gpu.report
 
 lock: $(VIRTUAL_ENV)/tools ## Pin the newest versions of all dependencies
 	cargo update

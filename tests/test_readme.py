@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from tools.write_readme import with_present_demo
 
 from rallocator import errors
 from rallocator._config import resolve
+from tools.write_readme import with_present_demo
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,7 +22,7 @@ def test_the_table_of_settings_lists_every_setting_with_its_default() -> None:
 
 
 def test_the_demo_is_what_the_demo_prints() -> None:
-    # After a change on purpose: `make readme`.
+    # After a change on purpose: `make pages`.
     assert with_present_demo(README) == README
 
 
