@@ -245,6 +245,15 @@ def test_expandable_segments_never_sets_the_policy_and_false_says_what_would() -
     assert settings.text == ""
 
 
+def test_threshold_without_segments_to_collect_is_named_once() -> None:
+    with pytest.warns(UserWarning, match="changes nothing under policy:expandable"):
+        resolve("policy:expandable,garbage_collection_threshold:0.8", environ={})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolve("policy:expandable,garbage_collection_threshold:0.8", environ={})
+        resolve("policy:native,garbage_collection_threshold:0.9", environ={})
+
+
 def test_a_resolver_that_only_looks_does_not_warn() -> None:
     settings = resolve(None, environ={"PYTORCH_CUDA_ALLOC_CONF": "pinned_free_catch_all:True"}, warn=False)
     assert [setting.key for setting in settings.inert] == ["pinned_free_catch_all"]

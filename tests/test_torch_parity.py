@@ -60,6 +60,16 @@ def test_torch_that_lacks_a_name_is_told_so_once_and_the_rest_works() -> None:
     assert printed[1] == "0"
 
 
+@pytest.mark.parametrize("compiler", ["before", "after"])
+def test_compiler_of_torch_knows_the_replacements_whenever_it_is_imported(compiler: str) -> None:
+    # Two names with one function between them, or one that it cannot look up, would stop every `torch.compile`.
+    import_it = "from torch._dynamo import trace_rules; trace_rules.get_torch_obj_rule_map()\n"
+    enable_it = "import rallocator; rallocator.enable()\n"
+    program = import_it + enable_it if compiler == "before" else enable_it + import_it
+    ask = "print(torch._C._cuda_memoryStats in trace_rules.get_torch_obj_rule_map())"
+    assert succeed(f"import torch\n{program}{ask}", environment=SIMULATED) == "True"
+
+
 # --- statistics -----------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ A replacement takes `*args`, so that it survives the next argument that torch ad
 from __future__ import annotations
 
 import atexit
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -180,6 +181,7 @@ def install(torch: ModuleType, config: str) -> Installed:
             continue
         _replace(owner, replacement)
         replaced.append(replacement.name)
+    _forget_compilers_rules()
     # Python's threads must not be waited for once it is ending, and taking a call stack would.
     atexit.register(_core._stop_taking_stacks)
     missing = [f"{replacement.name} ({replacement.why})" for replacement in lacking]
@@ -195,6 +197,13 @@ def install(torch: ModuleType, config: str) -> Installed:
             stacklevel=5,
         )
     return Installed(tuple(replaced), tuple(lacking))
+
+
+def _forget_compilers_rules() -> None:
+    """Have `torch.compile` look the names up anew, if it was imported before and so has found what torch had there."""
+    rules = getattr(sys.modules.get("torch._dynamo.trace_rules"), "get_torch_obj_rule_map", None)
+    if (forget := getattr(rules, "cache_clear", None)) is not None:
+        forget()
 
 
 def _replace(owner: Any, replacement: Replacement) -> None:
