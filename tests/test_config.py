@@ -163,9 +163,9 @@ def test_the_call_takes_text_too() -> None:
 
 
 def test_equal_settings_are_equal_texts_however_they_were_given() -> None:
-    one = resolved(Config(policy="native", peers="all"))
-    other = resolved("peers:all", {"RALLOCATOR_CONF": "history_limit:0,policy:native"})
-    assert one.text == other.text == "policy:native,peers:all"
+    one = resolved(Config(policy="expandable", peers="all"))
+    other = resolved("peers:all", {"RALLOCATOR_CONF": "history_limit:0,policy:expandable"})
+    assert one.text == other.text == "policy:expandable,peers:all"
 
 
 CUDA_GENERIC = {"PYTORCH_CUDA_ALLOC_CONF": "large_segment_size_mb:30", "PYTORCH_ALLOC_CONF": "large_segment_size_mb:40"}
@@ -245,13 +245,24 @@ def test_expandable_segments_never_sets_the_policy_and_false_says_what_would() -
     assert settings.text == ""
 
 
-def test_threshold_without_segments_to_collect_is_named_once() -> None:
-    with pytest.warns(UserWarning, match="changes nothing under policy:expandable"):
-        resolve("policy:expandable,garbage_collection_threshold:0.8", environ={})
+@pytest.mark.parametrize(
+    ("policy", "setting", "acts_under"),
+    [
+        ("expandable", "garbage_collection_threshold:0.8", "native"),
+        ("native", "cross_stream_reuse:all", "rallocator"),
+        ("native", "peers:all", "expandable and rallocator"),
+    ],
+)
+def test_settings_that_change_nothing_under_the_policy_are_named_once(
+    policy: str, setting: str, acts_under: str
+) -> None:
+    text = f"policy:{policy},{setting}"
+    with pytest.warns(UserWarning, match=f"changes nothing under policy:{policy}, only under {acts_under}"):
+        resolve(text, environ={})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        resolve("policy:expandable,garbage_collection_threshold:0.8", environ={})
-        resolve("policy:native,garbage_collection_threshold:0.9", environ={})
+        resolve(text, environ={})
+        resolve(f"policy:{acts_under.rpartition(' ')[2]},{setting}", environ={})
 
 
 def test_a_resolver_that_only_looks_does_not_warn() -> None:

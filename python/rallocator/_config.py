@@ -26,6 +26,12 @@ _CALL = "enable()"
 _DEFAULT = "default"
 # The settings that torch does not have, and refuses in its variables.
 _OWN_KEYS = frozenset({"policy", "cross_stream_reuse", "peers", "history_limit"})
+# The policies under which a setting acts, if not under all.
+_ONLY_UNDER = {
+    "garbage_collection_threshold": ("native",),
+    "cross_stream_reuse": ("rallocator",),
+    "peers": ("expandable", "rallocator"),
+}
 # The first torch whose CUDA allocator reads PYTORCH_ALLOC_CONF.
 _FIRST_TORCH_WITH_GENERIC_VARIABLE = (2, 10)
 
@@ -294,9 +300,10 @@ def warn_of_inert(keys: list[str], stacklevel: int) -> None:
 
 
 def _warn_of_combinations(effective: Mapping[str, str], given: Collection[str], stacklevel: int) -> None:
-    """Name settings that change nothing beside another one, each once in a process."""
-    key, policy = "garbage_collection_threshold", effective["policy"]
-    if key in given and policy != "native" and key not in _warned:
-        _warned.add(key)
-        text = f"{key} changes nothing under policy:{policy}: it is about the segments of policy:native."
-        warnings.warn(text, UserWarning, stacklevel=stacklevel)
+    """Name settings that change nothing under the policy in force, each once in a process."""
+    policy = effective["policy"]
+    for key, policies in _ONLY_UNDER.items():
+        if key in given and policy not in policies and key not in _warned:
+            _warned.add(key)
+            text = f"{key} changes nothing under policy:{policy}, only under {' and '.join(policies)}."
+            warnings.warn(text, UserWarning, stacklevel=stacklevel)
