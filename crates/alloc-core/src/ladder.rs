@@ -217,12 +217,18 @@ impl DeviceState {
             Rung::ReleaseOversize => self.plan_release_oversize(request),
             Rung::GrowAfterOversize => self.config.max_split_size.and_then(|_| self.plan_growth(request)),
             Rung::CloseAll => self.plan_close_all(),
-            Rung::Wait => self.plan_wait(),
+            Rung::Wait => self.plan_wait_for_all(),
             Rung::UnmapStale => self.plan_unmap_stale(),
             Rung::Synchronize => self.plan_synchronize(),
             Rung::ReleaseCached => self.plan_release_all(false),
             Rung::CallBack => Some(Plan::CallBack),
         }
+    }
+
+    /// The wait for all pending work, which torch counts whether or not there is any.
+    fn plan_wait_for_all(&mut self) -> Option<Plan> {
+        self.stats.num_sync_all_streams += 1;
+        self.plan_wait()
     }
 
     fn plan_growth(&mut self, request: &Request) -> Option<Plan> {
@@ -237,7 +243,7 @@ impl DeviceState {
     pub(crate) fn plan_empty(&mut self, rung: Rung) -> Option<Plan> {
         match rung {
             Rung::CloseAll => self.plan_close_all(),
-            Rung::Wait => self.plan_wait(),
+            Rung::Wait => self.plan_wait_for_all(),
             Rung::UnmapStale => self.plan_unmap_stale(),
             Rung::Synchronize => self.plan_synchronize(),
             Rung::ReleaseCached => self.plan_release_all(true),

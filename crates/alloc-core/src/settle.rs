@@ -129,7 +129,6 @@ impl DeviceState {
             self.streams.end_wait(mark);
         }
         self.stats.host_waits += 1;
-        self.stats.num_sync_all_streams += 1;
         if result.is_ok() {
             self.commit_done(marks);
         }

@@ -167,7 +167,7 @@ pub struct Stats {
     pub num_alloc_retries: u64,
     /// Requests that failed.
     pub num_ooms: u64,
-    /// Times that all pending work was waited for on the host.
+    /// Times that all pending work was to be waited for on the host, if there was any: before memory was given back.
     pub num_sync_all_streams: u64,
     /// Segments and handles obtained from the driver.
     pub num_device_alloc: u64,

@@ -232,3 +232,19 @@ fn largest_block_to_be_had_is_the_largest_cached_or_what_the_limit_leaves_of_the
         rig.finish();
     }
 }
+
+#[test]
+fn each_time_that_memory_is_given_back_counts_as_one_wait_for_all_streams() {
+    for config in POLICIES {
+        let mut rig = Rig::new(config);
+        let address = rig.malloc(20 * MIB, MAIN);
+        assert_eq!(rig.stats().num_sync_all_streams, 0);
+        rig.free(address);
+        rig.allocator.empty_cache().expect("everything can be returned");
+        rig.allocator.empty_cache().expect("there is nothing to return");
+        assert_eq!(rig.stats().num_sync_all_streams, 2);
+        rig.try_malloc(1 << 30, MAIN).expect_err("the device is smaller");
+        assert_eq!(rig.stats().num_sync_all_streams, 3);
+        rig.finish();
+    }
+}
