@@ -1,0 +1,150 @@
+//! A long program whose shapes never repeat, over eight streams: memory stays tight and nothing grows without end.
+//!
+//! Each stream trains a small model of its own on batches of every length, as far as the next stream's turn, so that
+//! several steps are under way at once and what one stream has given back is what another needs.
+//! `RALLOCATOR_SOAK_OPERATIONS` sets the length; a million takes some minutes without `--release`.
+
+use std::collections::VecDeque;
+
+use alloc_core::{
+    config::Config,
+    driver::sim::SimOptions,
+    id::{DeviceId, DevicePtr, StreamHandle},
+    simulated_gpu::SimulatedGpu,
+};
+
+const DEVICE: DeviceId = DeviceId(0);
+const STREAMS: u64 = 8;
+const LAYERS: usize = 12;
+const MIB: u64 = 1 << 20;
+
+/// Operations unless the environment says otherwise, and how many windows they are divided into.
+const OPERATIONS: u64 = 100_000;
+const WINDOWS: usize = 10;
+
+/// Numbers that look random and are the same in every run (SplitMix64).
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (mixed ^ (mixed >> 31)) % end
+    }
+}
+
+/// One operation of a step, by the block's place in the stream's list.
+enum Operation {
+    Malloc { place: usize, size: u64 },
+    Free { place: usize },
+}
+
+/// What a stream holds and has still to do.
+#[derive(Default)]
+struct Training {
+    blocks: Vec<Option<DevicePtr>>,
+    script: VecDeque<Operation>,
+}
+
+impl Training {
+    /// Forward through all layers, which leaves the activations, and backward, which frees them in reverse.
+    fn write_step(&mut self, tokens: u64, width: u64) {
+        const ACTIVATIONS: [u64; 4] = [1, 3, 4, 1];
+        let temporary = LAYERS * ACTIVATIONS.len();
+        self.blocks.resize(temporary + 1, None);
+        for layer in 0..LAYERS {
+            for (position, share) in ACTIVATIONS.into_iter().enumerate() {
+                let place = layer * ACTIVATIONS.len() + position;
+                self.script.push_back(Operation::Malloc { place, size: tokens * width * share * 2 });
+            }
+            self.script.push_back(Operation::Malloc { place: temporary, size: tokens * tokens });
+            self.script.push_back(Operation::Free { place: temporary });
+        }
+        for layer in (0..LAYERS).rev() {
+            self.script.push_back(Operation::Malloc { place: temporary, size: tokens * width * 4 });
+            for position in (0..ACTIVATIONS.len()).rev() {
+                self.script.push_back(Operation::Free { place: layer * ACTIVATIONS.len() + position });
+            }
+            self.script.push_back(Operation::Free { place: temporary });
+        }
+    }
+}
+
+struct Soak {
+    gpu: SimulatedGpu,
+    numbers: Numbers,
+    trainings: Vec<Training>,
+    turn: u64,
+    left_of_turn: u64,
+}
+
+impl Soak {
+    fn new() -> Self {
+        let options = SimOptions { capacity_bytes: 80 << 30, ..SimOptions::default() };
+        let gpu = SimulatedGpu::new(options, Config::default());
+        let trainings = (0..STREAMS).map(|_| Training::default()).collect();
+        Self { gpu, numbers: Numbers(7), trainings, turn: 0, left_of_turn: 0 }
+    }
+
+    fn operate(&mut self) {
+        if self.left_of_turn == 0 {
+            self.turn = self.numbers.below(STREAMS);
+            self.left_of_turn = 20 + self.numbers.below(400);
+        }
+        self.left_of_turn -= 1;
+        let stream = StreamHandle(0x10 * (1 + self.turn));
+        let training = &mut self.trainings[self.turn as usize];
+        if training.script.is_empty() {
+            training.write_step(16 + self.numbers.below(4096), 256 + 8 * self.numbers.below(128));
+        }
+        match training.script.pop_front().expect("a step is not empty") {
+            Operation::Malloc { place, size } => {
+                let address = self.gpu.malloc(size, DEVICE, stream).expect("there is memory");
+                self.gpu.launch(stream, &[], &[address.expect("not for nothing")], 10).expect("no race");
+                training.blocks[place] = address;
+            }
+            Operation::Free { place } => {
+                let address = training.blocks[place].take().expect("it was allocated");
+                if self.numbers.below(20) == 0 {
+                    let other = StreamHandle(0x10 * (1 + self.numbers.below(STREAMS)));
+                    self.gpu.wait(other, stream).expect("streams can wait");
+                    self.gpu.launch(other, &[address], &[], 10).expect("no race");
+                    self.gpu.record_stream(address, other).expect("it can be recorded");
+                }
+                self.gpu.free(address, DEVICE).expect("no misjudgement");
+            }
+        }
+        self.gpu.advance(20).expect("no fault");
+    }
+}
+
+#[test]
+fn shapes_that_never_repeat_leave_memory_tight_and_moves_addresses_and_events_bounded() {
+    let length = std::env::var("RALLOCATOR_SOAK_OPERATIONS").ok();
+    let operations = length.map_or(OPERATIONS, |text| text.parse().expect("a whole number"));
+    let per_window = operations / WINDOWS as u64;
+    let mut soak = Soak::new();
+    let mut moved = Vec::new();
+    let mut addresses = Vec::new();
+    for _ in 0..WINDOWS {
+        let before = soak.gpu.allocator().stats(DEVICE).handles_moved;
+        (0..per_window).for_each(|_| soak.operate());
+        let stats = soak.gpu.allocator().stats(DEVICE);
+        let (reserved, active) = (stats.reserved_bytes.all.peak, stats.active_bytes.all.peak);
+        assert!(reserved <= active / 100 * 102 + 64 * MIB, "{} MiB for {} MiB", reserved / MIB, active / MIB);
+        moved.push(stats.handles_moved - before);
+        addresses.push(soak.gpu.driver().reserved_address_bytes(DEVICE).peak);
+    }
+    let [early, late] = [&moved[..WINDOWS / 2], &moved[WINDOWS / 2..]].map(|half| half.iter().sum::<u64>());
+    assert!(late <= early, "moves grow: {moved:?}");
+    assert_eq!(addresses[WINDOWS / 2], addresses[WINDOWS - 1], "address space grows");
+
+    let driver = soak.gpu.driver();
+    let (mapped, reserved) = (driver.mapped_bytes(DEVICE).peak, driver.physical_bytes(DEVICE).peak);
+    assert!(mapped <= reserved / 4 * 5, "{} MiB stand at two addresses", (mapped - reserved) / MIB);
+    assert!(driver.live_events() <= 64, "{} events", driver.live_events());
+    assert_eq!(driver.host_waits(), 0);
+    soak.gpu.check().expect("consistent");
+    soak.gpu.close().expect("nothing is left");
+}
