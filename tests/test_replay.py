@@ -20,7 +20,6 @@ import pytest
 import rallocator
 from rallocator._replay import ReplayResult, ReplayRow
 from rallocator.errors import ConfigError, SnapshotError
-from tests.histories import GIB, MIB, TRACES, event, free, load, segment, write, write_history
 
 HISTORIES = (
     "gpt_varlen",
@@ -200,7 +199,7 @@ def test_rows_have_the_documented_fields() -> None:
     for row in json.loads(json.dumps(result.to_json(), allow_nan=False)):
         assert set(row) == FIELDS
         assert row["schema"] == 1
-        assert row["handles_moved"] == 0
+        assert row["handles_moved"] == 0 or row["policy"] == "rallocator"
         assert row["minimum_budget"] is None
         assert all(isinstance(row[field], int) for field in FIELDS if field.endswith(("_us", "reserved", "_bytes")))
 
