@@ -138,6 +138,41 @@ def test_peak_allocated_is_the_same_for_every_policy_and_counted_by_hand(name: s
         assert replayed(name)["native"].peak_allocated == peak
 
 
+# What our own policy is for.
+
+
+@pytest.mark.parametrize("lag_ms", [0.0, 20.0, 200.0])
+@pytest.mark.parametrize(
+    ("name", "least_utilization", "most_driver_time"),
+    [
+        ("gpt_varlen", 0.988, 0.01),
+        ("lora_checkpoint", 0.985, 0.012),
+        ("kv_decode", 0.99, 0.0105),
+        ("moe", 0.965, 0.035),
+    ],
+)
+def test_rallocator_wastes_little_memory_and_time_whatever_the_lag(
+    name: str, lag_ms: float, least_utilization: float, most_driver_time: float
+) -> None:
+    row = only_row(TRACES / f"{name}.pickle.xz", "rallocator", lag_ms=lag_ms)
+    times = [entry["time_us"] for entry in load(name)["device_traces"][0]]
+    assert number(row.utilization) >= least_utilization
+    assert number(row.driver_time_us) <= most_driver_time * (times[-1] - times[0])
+    assert row.host_waits == 0
+
+
+@pytest.mark.parametrize("lag_ms", [0.0, 20.0, 200.0])
+@pytest.mark.parametrize("name", HISTORIES)
+def test_rallocator_needs_hardly_more_than_the_program_has_in_use(name: str, lag_ms: float) -> None:
+    path = TRACES / f"{name}.pickle.xz"
+    free = only_row(path, "rallocator", lag_ms=lag_ms)
+    budget = number(free.peak_active) * 102 // 100 + 32 * MIB
+    row = only_row(path, "rallocator", lag_ms=lag_ms, budget=budget)
+    # What the recorded program was refused with 15.8 GiB is tried here too, and would need 15.31 GiB at least.
+    assert row.ooms == (1 if name == "oom_fragmented" else 0)
+    assert number(row.peak_reserved) <= budget
+
+
 # What must not change the figures.
 
 
