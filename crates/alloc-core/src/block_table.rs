@@ -6,12 +6,12 @@
 
 use std::ops::{Index, IndexMut};
 
-use rustc_hash::FxHashMap;
-
 use crate::{
+    address_map::AddressMap,
     backing::SpanIx,
     block::{Block, BlockId, BlockState},
     last_use::LastUse,
+    pool::FreeBlock,
     pool_set::PoolIx,
 };
 
@@ -23,17 +23,23 @@ pub(crate) struct BlockTable {
     vacant: Vec<BlockId>,
     /// Every block by its first address, in whatever state, so that a cached pair of malloc and free changes nothing
     /// here: only a split adds an entry, and only a merge removes one.
-    by_address: FxHashMap<u64, BlockId>,
+    by_address: AddressMap,
 }
 
 impl BlockTable {
     /// The block that starts at `address`.
     pub(crate) fn at(&self, address: u64) -> Option<BlockId> {
-        self.by_address.get(&address).copied()
+        self.by_address.get(address)
     }
 
     pub(crate) fn len(&self) -> usize {
         self.by_address.len()
+    }
+
+    /// The block as its pool's index sees it while it is idle.
+    pub(crate) fn entry(&self, id: BlockId) -> FreeBlock {
+        let block = &self[id];
+        FreeBlock { size: block.size, address: block.address, id }
     }
 
     /// A block that covers a whole span.
@@ -87,14 +93,16 @@ impl BlockTable {
     /// Makes a block and the one after it one block, which keeps `id`, its state and the uses of both.
     pub(crate) fn absorb_next(&mut self, id: BlockId) {
         let next = self[id].next.expect("the caller saw the next block");
-        let absorbed = self.vacate(next);
-        let block = &mut self[id];
+        let both = self.blocks.get_disjoint_mut([id.index(), next.index()]);
+        let [block, absorbed] = both.expect("a block is not its own neighbour");
         debug_assert_eq!(block.end(), absorbed.address, "neighbours touch");
         block.size += absorbed.size;
         block.next = absorbed.next;
         block.idle_since = block.idle_since.max(absorbed.idle_since);
         block.last_use.unite(&absorbed.last_use);
-        if let Some(after) = absorbed.next {
+        let after = absorbed.next;
+        self.vacate(next);
+        if let Some(after) = after {
             self[after].previous = Some(id);
         }
     }
@@ -108,33 +116,16 @@ impl BlockTable {
             self.blocks.push(block);
             BlockId::from_index(self.blocks.len() - 1)
         };
-        let displaced = self.by_address.insert(address, id);
-        debug_assert!(displaced.is_none(), "two blocks at one address");
+        self.by_address.insert(address, id);
         id
     }
 
-    /// Takes the block out, and returns what of it a neighbour may want.
-    fn vacate(&mut self, id: BlockId) -> Vacated {
+    fn vacate(&mut self, id: BlockId) {
         let block = &mut self.blocks[id.index()];
-        let vacated = Vacated {
-            address: block.address,
-            size: block.size,
-            next: block.next,
-            idle_since: block.idle_since,
-            last_use: std::mem::take(&mut block.last_use),
-        };
-        self.by_address.remove(&vacated.address);
+        block.last_use.clear();
+        self.by_address.remove(block.address);
         self.vacant.push(id);
-        vacated
     }
-}
-
-struct Vacated {
-    address: u64,
-    size: u64,
-    next: Option<BlockId>,
-    idle_since: u64,
-    last_use: LastUse,
 }
 
 impl Index<BlockId> for BlockTable {

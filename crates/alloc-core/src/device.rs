@@ -129,7 +129,6 @@ impl DeviceState {
     /// Serves the request from a free block of its pool, if one fits.
     pub(crate) fn malloc(&mut self, request: &Request) -> Option<DevicePtr> {
         let block = self.fitting(request)?;
-        self.pools[request.pool].index.remove(block);
         Some(self.hand_out(block.id, request))
     }
 
@@ -139,10 +138,10 @@ impl DeviceState {
         let mut block = index.best_fit(request.rounded)?;
         if self.rules == Policy::Expandable {
             // A block that can grow counts as large as it can become, so the one before a large hole comes last.
-            while let Some(next) = index.after(block) {
-                if self.expandable_size(next.id) >= self.expandable_size(block.id) {
-                    break;
-                }
+            while let Some(hole) = self.hole_after(block.id)
+                && let Some(next) = index.after(block)
+                && next.size + self.hole_after(next.id).unwrap_or(0) < block.size + hole
+            {
                 block = next;
             }
         }
@@ -158,22 +157,26 @@ impl DeviceState {
         Some(block)
     }
 
-    fn expandable_size(&self, id: BlockId) -> u64 {
-        let block = &self.blocks[id];
-        let next = block.next.map(|next| &self.blocks[next]);
-        block.size + next.filter(|next| next.state == BlockState::Unmapped).map_or(0, |next| next.size)
+    /// The bytes that an unmapped block right after this one has.
+    fn hole_after(&self, id: BlockId) -> Option<u64> {
+        let next = &self.blocks[self.blocks[id].next?];
+        (next.state == BlockState::Unmapped).then_some(next.size)
     }
 
-    /// Gives an idle block, which is in no index, to the request; what is left of it stays free.
+    /// Gives a free block, which is in the index of the request's pool, to the request; what is left of it stays there.
     pub(crate) fn hand_out(&mut self, id: BlockId, request: &Request) -> DevicePtr {
         let class = self.pools[request.pool].class;
+        let whole = self.blocks.entry(id);
         let before = self.inactive_split(id);
         let mut after = Pieces::default();
-        let size = self.blocks[id].size;
+        let mut size = whole.size;
         if self.is_worth_splitting(request, class, size - request.rounded) {
-            let rest = self.blocks.split(id, request.rounded);
-            self.index(rest);
+            size = request.rounded;
+            let rest = self.blocks.split(id, size);
+            self.pools[request.pool].index.replace(whole, self.blocks.entry(rest));
             after = self.inactive_split(rest);
+        } else {
+            self.pools[request.pool].index.remove(whole);
         }
         self.stats.on_inactive_split(class, before, after);
 
@@ -181,11 +184,10 @@ impl DeviceState {
         block.state = BlockState::Allocated;
         block.requested = request.requested;
         block.last_use.clear();
-        let weight = Weight { class, size: block.size, requested: request.requested };
-        let address = block.address;
-        self.stats.on_allocated(weight, is_oversize(weight.size, self.config.max_split_size));
-        self.record(Action::Alloc, address, weight.requested, request.pool);
-        DevicePtr(address)
+        let weight = Weight { class, size, requested: request.requested };
+        self.stats.on_allocated(weight, is_oversize(size, self.config.max_split_size));
+        self.record(Action::Alloc, whole.address, request.requested, request.pool);
+        DevicePtr(whole.address)
     }
 
     fn is_worth_splitting(&self, request: &Request, class: SizeClass, rest: u64) -> bool {
@@ -199,21 +201,26 @@ impl DeviceState {
     /// The program no longer holds `address`, whatever else it says about it.
     pub(crate) fn free(&mut self, address: DevicePtr) -> Freed {
         let Some(id) = self.blocks.at(address.0) else { return Freed::Unknown };
-        if self.blocks[id].state != BlockState::Allocated {
+        let block = &mut self.blocks[id];
+        if block.state != BlockState::Allocated {
             return Freed::NotHeld;
         }
-        let weight = self.weight(id);
-        self.stats.on_free_requested(weight, is_oversize(weight.size, self.config.max_split_size));
-        self.record(Action::FreeRequested, address.0, weight.requested, self.blocks[id].pool);
-
-        let own = self.pools[self.blocks[id].pool].stream;
-        let own_epoch = self.streams.current_epoch(own);
-        if self.blocks[id].last_use.is_empty() {
-            self.blocks[id].last_use.set(own, own_epoch);
-            self.make_idle(id);
-            return Freed::Done;
+        let pool = &self.pools[block.pool];
+        let own = pool.stream;
+        let is_own_alone = block.last_use.is_empty();
+        if is_own_alone {
+            block.last_use.set(own, self.streams.current_epoch(own));
         }
-        self.make_pending(id, own)
+        let weight = Weight { class: pool.class, size: block.size, requested: block.requested };
+        let pool = block.pool;
+        self.stats.on_free_requested(weight, is_oversize(weight.size, self.config.max_split_size));
+        self.record(Action::FreeRequested, address.0, weight.requested, pool);
+        if is_own_alone {
+            self.make_idle(id);
+            Freed::Done
+        } else {
+            self.make_pending(id, own)
+        }
     }
 
     /// The program used the block on other streams than its own: it waits for each of them that is not over for good.
@@ -283,37 +290,45 @@ impl DeviceState {
 
     /// Unites an idle block, which is in no index, with its idle neighbours, and puts the result into the index.
     pub(crate) fn coalesce_and_index(&mut self, id: BlockId) -> BlockId {
-        let state = self.blocks[id].state;
+        let (state, pool) = (self.blocks[id].state, self.blocks[id].pool);
         let mut before = Pieces::default();
+        // The neighbour's entry whose place the result takes.
+        let mut former = None;
         if let Some(next) = self.blocks[id].next.filter(|next| self.blocks[*next].state == state) {
             before += self.inactive_split(next);
-            self.unindex(next);
+            former = Some(self.blocks.entry(next));
             self.blocks.absorb_next(id);
         }
         let mut id = id;
         if let Some(previous) = self.blocks[id].previous.filter(|previous| self.blocks[*previous].state == state) {
             before += self.inactive_split(previous);
-            self.unindex(previous);
+            if let Some(next) = former.replace(self.blocks.entry(previous)) {
+                self.pools[pool].index.remove(next);
+            }
             self.blocks.absorb_next(previous);
             id = previous;
         }
-        self.index(id);
-        self.stats.on_inactive_split(self.class(id), before, self.inactive_split(id));
+        let united = self.blocks.entry(id);
+        let pool = &mut self.pools[pool];
+        match former {
+            Some(former) => pool.index.replace(former, united),
+            None => pool.index.insert(united),
+        }
+        let class = pool.class;
+        self.stats.on_inactive_split(class, before, self.inactive_split(id));
         id
     }
 
     /// Puts an idle block into its pool's index.
     pub(crate) fn index(&mut self, id: BlockId) {
-        let block = &self.blocks[id];
-        let entry = FreeBlock { size: block.size, address: block.address, id };
-        self.pools[block.pool].index.insert(entry);
+        let entry = self.blocks.entry(id);
+        self.pools[self.blocks[id].pool].index.insert(entry);
     }
 
     /// Takes an idle block out of its pool's index.
     pub(crate) fn unindex(&mut self, id: BlockId) {
-        let block = &self.blocks[id];
-        let entry = FreeBlock { size: block.size, address: block.address, id };
-        self.pools[block.pool].index.remove(entry);
+        let entry = self.blocks.entry(id);
+        self.pools[self.blocks[id].pool].index.remove(entry);
     }
 
     /// What torch counts as `inactive_split` of an idle block: all of it, if it is a piece of a segment.
@@ -332,11 +347,17 @@ impl DeviceState {
     }
 
     /// Adds an event to the history, if one is kept.
+    #[inline]
     pub(crate) fn record(&mut self, action: Action, address: u64, size: u64, pool: PoolIx) {
         if self.history.is_on() {
-            let stream = self.streams.target(self.pools[pool].stream).handle;
-            self.history.push(action, address, size, stream, self.pool_id(pool));
+            self.record_kept(action, address, size, pool);
         }
+    }
+
+    #[cold]
+    fn record_kept(&mut self, action: Action, address: u64, size: u64, pool: PoolIx) {
+        let stream = self.streams.target(self.pools[pool].stream).handle;
+        self.history.push(action, address, size, stream, self.pool_id(pool));
     }
 
     /// The name of the private pool that a pool belongs to.

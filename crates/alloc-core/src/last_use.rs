@@ -11,8 +11,19 @@ pub(crate) type Epoch = u64;
 ///
 /// While a block is allocated the set holds the streams named by `record_stream`, with epoch 0: their real epochs are
 /// known when the block is freed. From then on it says what has to end before anybody else may have the memory.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct LastUse(SmallVec<[(StreamIx, Epoch); 2]>);
+
+/// Every split copies a set, nearly always of one entry, for which the library's own way is slow.
+impl Clone for LastUse {
+    fn clone(&self) -> Self {
+        Self(match self.0.as_slice() {
+            [] => SmallVec::new(),
+            [one] => SmallVec::from_buf_and_len([*one, *one], 1),
+            entries => SmallVec::from_slice(entries),
+        })
+    }
+}
 
 impl LastUse {
     /// The entries, in no particular order.
@@ -51,7 +62,9 @@ impl LastUse {
 
     /// Forgets the uses by all streams but one: they are known to be over.
     pub(crate) fn keep_only(&mut self, stream: StreamIx) {
-        self.0.retain(|(user, _)| *user == stream);
+        if !matches!(self.0.as_slice(), [(user, _)] if *user == stream) {
+            self.0.retain(|(user, _)| *user == stream);
+        }
     }
 
     /// Replaces each epoch by what `epoch_of` says for its stream.

@@ -7,6 +7,7 @@
 #![cfg_attr(not(feature = "cuda"), forbid(unsafe_code))]
 #![cfg_attr(feature = "cuda", deny(unsafe_code))]
 
+mod address_map;
 pub mod allocator;
 mod backing;
 mod block;

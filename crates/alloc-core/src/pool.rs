@@ -5,6 +5,8 @@
 //! two; a bitmap says which classes hold anything. Within a class the blocks stand in order, so the answer is exact:
 //! a class never gives a block that another order would have refused.
 
+use std::cmp::Ordering;
+
 use crate::{block::BlockId, size::BLOCK_GRANULARITY};
 
 /// Classes to each power of two.
@@ -16,12 +18,35 @@ const OCTAVES: usize = 64 - BLOCK_GRANULARITY.trailing_zeros() as usize - OCTAVE
 /// Entries that one run of a class holds before it is cut in two, so that an insertion moves at most this many.
 const RUN_LENGTH: usize = 128;
 
-/// A free block as the index sees it. The order of the fields is the order of the set.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+/// A free block as the index sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FreeBlock {
     pub(crate) size: u64,
     pub(crate) address: u64,
     pub(crate) id: BlockId,
+}
+
+impl FreeBlock {
+    /// Size first, then address, as one number: one comparison without a branch.
+    fn rank(&self) -> u128 {
+        u128::from(self.size) << 64 | u128::from(self.address)
+    }
+}
+
+impl Ord for FreeBlock {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.rank().cmp(&other.rank())
+    }
+}
+
+impl PartialOrd for FreeBlock {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+
+    fn lt(&self, other: &Self) -> bool {
+        self.rank() < other.rank()
+    }
 }
 
 /// See the [module](self).
@@ -48,29 +73,26 @@ impl FreeIndex {
     }
 
     pub(crate) fn insert(&mut self, block: FreeBlock) {
-        let class = class_of(block.size);
-        if class >= self.buckets.len() {
-            self.buckets.resize_with(class + 1, Bucket::default);
-        }
-        self.buckets[class].insert(block);
-        self.octaves |= 1 << (class / CLASSES_PER_OCTAVE);
-        self.classes[class / CLASSES_PER_OCTAVE] |= 1 << (class % CLASSES_PER_OCTAVE);
-        self.len += 1;
+        self.insert_into(class_of(block.size), block);
     }
 
     /// Takes a block out that is in the set.
     pub(crate) fn remove(&mut self, block: FreeBlock) {
-        let class = class_of(block.size);
-        let bucket = &mut self.buckets[class];
-        bucket.remove(block);
-        if bucket.is_empty() {
-            let octave = class / CLASSES_PER_OCTAVE;
-            self.classes[octave] &= !(1 << (class % CLASSES_PER_OCTAVE));
-            if self.classes[octave] == 0 {
-                self.octaves &= !(1 << octave);
-            }
+        self.remove_from(class_of(block.size), block);
+    }
+
+    /// Takes `old` out, which is in the set, and puts `new` in.
+    pub(crate) fn replace(&mut self, old: FreeBlock, new: FreeBlock) {
+        let (from, to) = (class_of(old.size), class_of(new.size));
+        if from == to
+            && let Bucket::One(only) = &mut self.buckets[from]
+        {
+            debug_assert_eq!(*only, old, "the block is in the index");
+            *only = new;
+        } else {
+            self.remove_from(from, old);
+            self.insert_into(to, new);
         }
-        self.len -= 1;
     }
 
     /// The smallest block of at least `size` bytes, and of those the one with the lowest address.
@@ -104,17 +126,36 @@ impl FreeIndex {
         self.buckets.iter().flat_map(Bucket::iter)
     }
 
+    fn insert_into(&mut self, class: usize, block: FreeBlock) {
+        if class >= self.buckets.len() {
+            self.buckets.resize_with(class + 1, Bucket::default);
+        }
+        self.buckets[class].insert(block);
+        self.octaves |= 1 << (class / CLASSES_PER_OCTAVE);
+        self.classes[class / CLASSES_PER_OCTAVE] |= 1 << (class % CLASSES_PER_OCTAVE);
+        self.len += 1;
+    }
+
+    fn remove_from(&mut self, class: usize, block: FreeBlock) {
+        let has_more = self.buckets[class].remove(block);
+        if !has_more {
+            let octave = class / CLASSES_PER_OCTAVE;
+            self.classes[octave] &= !(1 << (class % CLASSES_PER_OCTAVE));
+            if self.classes[octave] == 0 {
+                self.octaves &= !(1 << octave);
+            }
+        }
+        self.len -= 1;
+    }
+
     /// The first block of the first class from `class` on that holds one.
     fn first_from_class(&self, class: usize) -> Option<FreeBlock> {
         let octave = class / CLASSES_PER_OCTAVE;
-        if octave >= OCTAVES {
-            return None;
-        }
-        let here = self.classes[octave] & (u32::MAX << (class % CLASSES_PER_OCTAVE));
+        let here = self.classes.get(octave)? & (u32::MAX << (class % CLASSES_PER_OCTAVE));
         let (octave, word) = if here != 0 {
             (octave, here)
         } else {
-            let above = self.octaves & u64::MAX.checked_shl(octave as u32 + 1).unwrap_or(0);
+            let above = self.octaves & (u64::MAX << octave << 1);
             if above == 0 {
                 return None;
             }
@@ -138,33 +179,95 @@ fn class_of(size: u64) -> usize {
     }
 }
 
-/// The blocks of one class in order, cut into runs so that no insertion moves more than one run.
+/// The blocks of one class, in order.
 #[derive(Debug, Default)]
-struct Bucket {
-    /// The first run, which is nearly always the only one. Empty only if the bucket is.
+enum Bucket {
+    #[default]
+    Empty,
+    /// What nearly every bucket holds that holds anything: no search, and no memory elsewhere.
+    One(FreeBlock),
+    /// As many as there ever were; none, too, so that a bucket which often holds two keeps its memory.
+    Many(Runs),
+}
+
+impl Bucket {
+    fn insert(&mut self, block: FreeBlock) {
+        match self {
+            Self::Empty => *self = Self::One(block),
+            Self::One(only) => *self = Self::Many(Runs::of([block.min(*only), block.max(*only)])),
+            Self::Many(runs) => runs.insert(block),
+        }
+    }
+
+    /// Returns whether anything is left.
+    fn remove(&mut self, block: FreeBlock) -> bool {
+        match self {
+            Self::Empty => unreachable!("the block is in the index"),
+            Self::One(only) => {
+                debug_assert_eq!(*only, block, "the block is in the index");
+                *self = Self::Empty;
+                false
+            }
+            Self::Many(runs) => {
+                runs.remove(block);
+                !runs.is_empty()
+            }
+        }
+    }
+
+    fn first(&self) -> Option<FreeBlock> {
+        match self {
+            Self::Empty => None,
+            Self::One(only) => Some(*only),
+            Self::Many(runs) => runs.iter().next(),
+        }
+    }
+
+    fn last(&self) -> Option<FreeBlock> {
+        self.iter().last()
+    }
+
+    /// The first block for which `is_reached` holds, given that it holds for all after it.
+    fn first_where(&self, is_reached: impl Fn(&FreeBlock) -> bool) -> Option<FreeBlock> {
+        match self {
+            Self::Empty => None,
+            Self::One(only) => is_reached(only).then_some(*only),
+            Self::Many(runs) => runs.first_where(is_reached),
+        }
+    }
+
+    fn iter(&self) -> impl Iterator<Item = FreeBlock> + '_ {
+        let (one, many) = match self {
+            Self::Empty => (None, None),
+            Self::One(only) => (Some(*only), None),
+            Self::Many(runs) => (None, Some(runs)),
+        };
+        one.into_iter().chain(many.into_iter().flat_map(Runs::iter))
+    }
+}
+
+/// Blocks in order, cut into runs so that no insertion moves more than one run.
+#[derive(Debug)]
+struct Runs {
+    /// The first run, which is nearly always the only one. Empty only if there is no other.
     head: Vec<FreeBlock>,
     /// The others, none of them empty, in order.
     tail: Vec<Vec<FreeBlock>>,
 }
 
-impl Bucket {
+impl Runs {
+    fn of(blocks: [FreeBlock; 2]) -> Self {
+        Self { head: blocks.to_vec(), tail: Vec::new() }
+    }
+
     fn is_empty(&self) -> bool {
         self.head.is_empty()
-    }
-
-    fn first(&self) -> Option<FreeBlock> {
-        self.head.first().copied()
-    }
-
-    fn last(&self) -> Option<FreeBlock> {
-        self.tail.last().unwrap_or(&self.head).last().copied()
     }
 
     fn iter(&self) -> impl Iterator<Item = FreeBlock> + '_ {
         self.head.iter().chain(self.tail.iter().flatten()).copied()
     }
 
-    /// The first block for which `is_reached` holds, given that it holds for all after it.
     fn first_where(&self, is_reached: impl Fn(&FreeBlock) -> bool) -> Option<FreeBlock> {
         let in_run = |run: &Vec<FreeBlock>| run.get(run.partition_point(|block| !is_reached(block))).copied();
         in_run(&self.head).or_else(|| {
@@ -187,7 +290,8 @@ impl Bucket {
     fn remove(&mut self, block: FreeBlock) {
         let number = self.run_of(block);
         let run = self.run_mut(number);
-        let position = run.binary_search(&block).expect("the block is in the index");
+        let position = run.partition_point(|other| *other < block);
+        debug_assert_eq!(run[position], block, "the block is in the index");
         run.remove(position);
         if run.is_empty() && !self.tail.is_empty() {
             if number == 0 {
@@ -259,6 +363,11 @@ mod tests {
                 assert_eq!(index.after(entry), model.range(entry..).nth(1).copied());
                 index.remove(entry);
                 model.remove(&entry);
+            }
+            let grown = model.first().map(|entry| block(entry.size + 512, entry.address));
+            if let Some(grown) = grown.filter(|grown| !model.contains(grown)) {
+                index.replace(model.pop_first().expect("seen above"), grown);
+                model.insert(grown);
             }
             let expected = model.iter().find(|entry| entry.size >= size).copied();
             assert_eq!(index.best_fit(size), expected);

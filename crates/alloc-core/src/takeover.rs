@@ -52,7 +52,6 @@ impl DeviceState {
         self.on_free_completed(taken.block);
         self.blocks[taken.block].state = BlockState::Free;
         let block = self.coalesce_and_index(taken.block);
-        self.unindex(block);
         self.hand_out(block, request)
     }
 

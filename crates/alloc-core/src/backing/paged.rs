@@ -69,7 +69,6 @@ impl DeviceState {
             self.blocks[block].last_use.add(own, self.streams.current_epoch(own));
         }
         let block = self.coalesce_and_index(block);
-        self.unindex(block);
         self.hand_out(block, request)
     }
 

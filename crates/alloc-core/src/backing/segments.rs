@@ -33,6 +33,7 @@ impl DeviceState {
         self.stats.on_segment_obtained(self.pools[pool].class, size, oversize);
         self.pools.on_reserved(pool, size);
         self.record(Action::SegmentAlloc, address.0, size, pool);
+        self.index(block);
         self.hand_out(block, request)
     }
 }
