@@ -20,6 +20,7 @@ import pytest
 import rallocator
 from rallocator._replay import ReplayResult, ReplayRow
 from rallocator.errors import ConfigError, SnapshotError
+from tests.histories import GIB, MIB, TRACES, event, free, load, segment, write, write_history
 
 HISTORIES = (
     "gpt_varlen",

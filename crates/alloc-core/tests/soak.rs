@@ -2,7 +2,8 @@
 //!
 //! Each stream trains a small model of its own on batches of every length, as far as the next stream's turn, so that
 //! several steps are under way at once and what one stream has given back is what another needs.
-//! `RALLOCATOR_SOAK_OPERATIONS` sets the length; a million takes some minutes without `--release`.
+//! `RALLOCATOR_SOAK_OPERATIONS` sets the length; a million takes half a minute
+//! with `--release`.
 
 use std::collections::VecDeque;
 
@@ -22,7 +23,7 @@ const MIB: u64 = 1 << 20;
 const OPERATIONS: u64 = 100_000;
 const WINDOWS: usize = 10;
 
-/// Numbers that look random and are the same in every run (SplitMix64).
+/// Numbers that look random and are the same in every run (`SplitMix64`).
 struct Numbers(u64);
 
 impl Numbers {
@@ -120,6 +121,7 @@ impl Soak {
 }
 
 #[test]
+#[expect(clippy::disallowed_methods, reason = "the length of a run is no setting of the allocator")]
 fn shapes_that_never_repeat_leave_memory_tight_and_moves_addresses_and_events_bounded() {
     let length = std::env::var("RALLOCATOR_SOAK_OPERATIONS").ok();
     let operations = length.map_or(OPERATIONS, |text| text.parse().expect("a whole number"));
