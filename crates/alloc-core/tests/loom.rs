@@ -35,7 +35,7 @@ const MIB: u64 = 1 << 20;
 const DEVICE: DeviceId = DeviceId(0);
 const MAIN: StreamHandle = StreamHandle::DEFAULT;
 const SIDE: StreamHandle = StreamHandle(0x10);
-const POLICIES: [&str; 2] = ["policy:native", "policy:expandable"];
+const POLICIES: [&str; 3] = ["policy:native", "policy:expandable", "policy:rallocator"];
 
 /// An allocator on a small device, for any number of threads.
 #[derive(Clone)]
@@ -163,8 +163,10 @@ fn two_misses() {
         let mine = rig.malloc(2 * MIB);
         let other = other.join().expect("the miss does not panic");
         assert_ne!(mine, other);
-        // Whoever comes second finds the rest of what the first obtained, even if both had missed before.
-        assert_eq!(rig.stats().reserved_bytes.all.current, 20 * MIB);
+        // Whoever comes second finds the rest of what the first obtained, even if both had missed before. Under our own
+        // policy there is no rest, and nothing is obtained twice.
+        let reserved = if policy == "policy:rallocator" { 4 * MIB } else { 20 * MIB };
+        assert_eq!(rig.stats().reserved_bytes.all.current, reserved);
         rig.finish([mine, other]);
         true
     });
@@ -173,7 +175,8 @@ fn two_misses() {
 #[test]
 fn miss_beside_empty_cache() {
     explore("a miss beside empty_cache", MANY_PREEMPTIONS, |policy| {
-        // The request needs the whole device, so what is cached has to go: either thread may be the one to return it.
+        // The request needs the whole device, so what is cached has to go: either thread may be the one to return it, or
+        // the miss moves it to where it grows.
         let rig = Rig::new(policy, 40 * MIB);
         rig.free(rig.malloc(MIB));
         let emptying = thread::spawn({
@@ -182,7 +185,8 @@ fn miss_beside_empty_cache() {
         });
         let mine = rig.malloc(40 * MIB);
         emptying.join().expect("emptying does not panic");
-        let is_met = rig.stats().num_alloc_retries == 1;
+        let stats = rig.stats();
+        let is_met = stats.num_alloc_retries == 1 || stats.num_device_free == 0;
         rig.finish([mine]);
         is_met
     });
