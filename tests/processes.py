@@ -58,7 +58,7 @@ def succeed(code: str, *, environment: dict[str, str] | None = None, preload: Pa
     """Run a program that has to end with code 0 and an empty stderr, and return its stdout without the last newline."""
     done = run_python(code, environment=environment, preload=preload)
     assert done.stderr == "", done.stderr
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}"
     return done.stdout.rstrip("\n")
 
 
