@@ -1,0 +1,230 @@
+"""torch's memory history and snapshots, recorded by rallocator: the real torch on the simulated driver."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from rallocator import _replay
+from rallocator._snapshot_checker import check
+from tests.torch_programs import play
+
+pytestmark = pytest.mark.torch
+
+RECORD = """
+def actions(device=0):
+    return [event["action"] for event in memory._snapshot()["device_traces"][device]][:-1]
+
+def churn():
+    release(allocate(MiB, 0))
+
+churn()
+"""
+
+
+def test_history_has_torchs_events_times_and_stacks() -> None:
+    printed = play(
+        RECORD
+        + """
+import time
+memory._record_memory_history()
+before = time.time_ns() // 1000
+churn()
+held = allocate(3 * MiB, 0)
+trace = memory._snapshot()["device_traces"][0]
+print([event["action"] for event in trace])
+times = [event["time_us"] for event in trace]
+print(times == sorted(times), abs(times[0] - before) < 60_000_000)
+first = trace[0]["frames"]
+print([frame["name"] for frame in first], first[0]["filename"], first[0]["line"] > 0)
+print([frame["name"] for frame in trace[2]["frames"]])
+print({event["compile_context"] for event in trace}, {event["user_metadata"] for event in trace})
+blocks = [block for segment in memory._snapshot()["segments"] for block in segment["blocks"]]
+print([len(block["frames"]) for block in blocks if block["state"] == "active_allocated"])
+"""
+    )
+    assert printed[0] == str(["alloc", "free_requested", "free_completed", "segment_alloc", "alloc", "snapshot"])
+    assert printed[1:4] == ["True True", "['churn', '<module>'] <string> True", "['churn', '<module>']"]
+    assert printed[4:] == ["{'N/A'} {''}", "[1]"]
+
+
+def test_recording_does_as_its_arguments_say() -> None:
+    printed = play(
+        RECORD
+        + """
+def stacks(device=0):
+    return [len(event["frames"]) for event in memory._snapshot()["device_traces"][device]][:-1]
+
+memory._record_memory_history(context=None); churn()
+print(stacks())
+memory._record_memory_history(context="state", clear_history=True); churn()
+held = allocate(MiB, 0)
+print(stacks(), memory._snapshot()["segments"][0]["blocks"][0]["frames"] != [])
+memory._record_memory_history(context="alloc", clear_history=True, stacks="python"); churn()
+print(stacks())
+memory._record_memory_history(max_entries=2); churn(); churn()
+latest = memory._snapshot()["device_traces"][0]
+print(len(latest), [event["action"] for event in latest])
+memory._record_memory_history(enabled="state", clear_history=True); churn(); churn()
+print(len(memory._snapshot()["device_traces"][0]))
+memory._record_memory_history(False); churn()
+print(memory._snapshot()["device_traces"], torch._C._cuda_isHistoryEnabled())
+memory._record_memory_history(True, trace_alloc_max_entries=10, trace_alloc_record_context=True); churn()
+print(actions(), torch._C._cuda_isHistoryEnabled())
+memory._record_memory_history(None)
+print(memory._snapshot()["device_traces"])
+for arguments in ({"enabled": "some"}, {"context": "some"}, {"stacks": "some"}):
+    try:
+        memory._record_memory_history(**arguments)
+    except RuntimeError as error:
+        print(error)
+"""
+    )
+    three = "['alloc', 'free_requested', 'free_completed']"
+    assert printed[0] == "[0, 0, 0]"
+    assert printed[1] == "[0, 0, 0, 0] True"
+    assert printed[2] == "[2, 2, 2]"
+    assert printed[3] == "2 ['free_completed', 'snapshot']"
+    assert printed[4] == "1"
+    assert printed[5] == "[[]] False"
+    assert printed[6] == f"{three} True"
+    assert printed[7] == "[[]]"
+    assert [line.split()[0] for line in printed[8:]] == ["enabled", "context", "stacks"]
+
+
+def test_skipped_actions_are_not_recorded() -> None:
+    printed = play(
+        RECORD
+        + """
+from rallocator import _torch
+if _torch.release(torch.__version__) >= (2, 11):
+    memory._record_memory_history(skip_actions=["free_requested", "snapshot"])
+    churn()
+    print([event["action"] for event in memory._snapshot()["device_traces"][0]])
+    try:
+        memory._record_memory_history(skip_actions=["free"])
+    except ValueError as error:
+        print(error)
+else:
+    print(["alloc", "free_completed"])
+    print("there is no action")
+"""
+    )
+    assert printed[0] == "['alloc', 'free_completed']"
+    assert printed[1].startswith("there is no action")
+
+
+@pytest.mark.parametrize("policy", ["native", "expandable", "rallocator"])
+def test_dumped_snapshot_is_free_of_contradictions_opens_in_torchs_tool_and_replays_in_ours(
+    policy: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "snapshot.pickle"
+    printed = play(
+        f"""
+        import random, subprocess, sys
+        memory._record_memory_history(max_entries=100_000)
+        random.seed(1)
+        held = [allocate(5 * MiB, 0)]
+        for step in range(500):
+            if held and random.random() < 0.5:
+                release(held.pop(random.randrange(len(held))))
+            else:
+                held.append(allocate(random.randint(1, 8 * MiB), 0))
+            if step == 250:
+                torch._C._cuda_emptyCache()
+        memory._dump_snapshot({str(path)!r})
+        done = subprocess.run([sys.executable, "-m", "torch.cuda._memory_viz", "stats", {str(path)!r}],
+                              capture_output=True, text=True)
+        print(done.returncode, "allocated" in done.stdout, done.stderr[-300:].replace(chr(10), " "))
+        """,
+        settings=f"policy:{policy}",
+    )
+    assert printed[0].startswith("0 True"), printed
+    snapshot = _replay_load(path)
+    assert check(snapshot) > 700
+    rows = _replay.replay(path, policies=["native", "expandable"]).rows
+    assert [row.replayable for row in rows] == [True, True]
+    assert all(row.ooms == 0 and (row.peak_allocated or 0) > 5 << 20 for row in rows)
+
+
+def _replay_load(path: Path) -> dict[str, object]:
+    content: dict[str, object] = pickle.loads(path.read_bytes())  # noqa: S301 — written by the test.
+    return content
+
+
+def test_labels_annotations_and_tracebacks_are_recorded() -> None:
+    printed = play("""
+        from rallocator import _torch
+        import threading
+
+        release_ = _torch.release(torch.__version__)
+        if release_ < (2, 14):
+            print("step 1"); print("['alloc', 'annotate'] ['step 1', 'a note']"); print("True None True")
+            raise SystemExit
+        allocate(MiB // 2, 0)
+        memory._record_memory_history()
+        memory._set_memory_metadata("step 1")
+        print(memory._get_memory_metadata())
+        held = allocate(MiB // 2, 0)
+        torch._C._cuda_annotateMemory(held, "a note")
+        trace = memory._snapshot()["device_traces"][0][:-1]
+        print([event["action"] for event in trace], [event["user_metadata"] for event in trace])
+        inner = memory._allocation_traceback(held)[0]["filename"] == "<string>"
+        print(inner, memory._allocation_traceback(0x1000), memory._memory_metadata_supported())
+        other = []
+        thread = threading.Thread(target=lambda: other.append(memory._get_memory_metadata()))
+        thread.start(); thread.join()
+        assert other == [""]
+    """)
+    assert printed == ["step 1", "['alloc', 'annotate'] ['step 1', 'a note']", "True None True"]
+
+
+def test_threads_without_the_gil_record_while_others_take_snapshots() -> None:
+    # Each thread that allocates holds no GIL when it enters the hook, and wants it for its stack.
+    printed = play("""
+        import ctypes, threading
+        from rallocator import _core
+
+        library = ctypes.CDLL(_core.__file__)
+        malloc, free = library.rallocator_malloc, library.rallocator_free
+        malloc.argtypes, malloc.restype = (ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+        free.argtypes, free.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p), None
+        memory._record_memory_history(max_entries=1000)
+
+        def churn_in_a_thread():
+            for size in range(1, 400):
+                free(malloc(size * 997, 0, None), 0, 0, None)
+
+        threads = [threading.Thread(target=churn_in_a_thread) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            picture = memory._snapshot()
+        for thread in threads:
+            thread.join()
+        trace = memory._snapshot()["device_traces"][0]
+        print(len(trace), {event["frames"][0]["name"] for event in trace if event["frames"]})
+    """)
+    assert printed == ["1000 {'churn_in_a_thread'}"]
+
+
+def test_stack_is_taken_while_an_exception_is_on_its_way() -> None:
+    assert play("""
+        memory._record_memory_history()
+
+        class Holder:
+            def __init__(self): self.address = allocate(MiB, 0)
+            def __del__(self): release(self.address)
+
+        def fail():
+            holder = Holder()
+            raise KeyError("mine")
+
+        try:
+            fail()
+        except KeyError as error:
+            print(repr(error))
+        print(torch.cuda.memory_allocated(0))
+    """) == ["KeyError('mine')", "0"]
