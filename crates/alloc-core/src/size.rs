@@ -50,11 +50,6 @@ pub fn round_up(size: u64, granularity: u64) -> u64 {
     size.div_ceil(granularity) * granularity
 }
 
-/// `size` rounded down to a multiple of `granularity`.
-pub fn round_down(size: u64, granularity: u64) -> u64 {
-    size / granularity * granularity
-}
-
 /// The bytes of the block that serves a request of `size` bytes, 1 to [`REQUEST_MAX`].
 pub fn block_size(size: u64, config: &Config) -> u64 {
     let divisions = config.roundup_power2_divisions.divisions_for(size);

@@ -250,11 +250,6 @@ impl DriverError {
     pub fn is_out_of_memory(self) -> bool {
         self.status == Status::OutOfMemory
     }
-
-    /// Whether the driver itself is gone, at process exit or in a forked child: nothing can or need be given back.
-    pub fn is_driver_gone(self) -> bool {
-        matches!(self.status, Status::Deinitialized | Status::NotInitialized | Status::ContextIsDestroyed)
-    }
 }
 
 /// The result of a driver call.

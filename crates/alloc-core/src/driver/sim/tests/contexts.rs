@@ -73,7 +73,6 @@ fn a_driver_that_shut_down_answers_nothing() {
     let segment = driver.allocate(DEVICE, PAGE).unwrap();
     driver.shutdown_driver();
     assert_eq!(status(driver.free(DEVICE, segment)), Status::Deinitialized);
-    assert!(driver.free(DEVICE, segment).unwrap_err().is_driver_gone());
     assert_eq!(refusal(driver.complete(None)), Status::Deinitialized);
 }
 
