@@ -148,13 +148,13 @@ def test_key_by_key_the_call_beats_our_variable_and_that_beats_torchs() -> None:
         Config(max_split_size_mb=100),
         {
             "RALLOCATOR_CONF": "max_split_size_mb:200,max_non_split_rounding_mb:21",
-            "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:300,max_non_split_rounding_mb:31,large_segment_size_mb:16",
+            "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:300,max_non_split_rounding_mb:31,roundup_power2_divisions:4",
         },
     )
     assert sources(settings) == {
         "max_split_size_mb": ("100", "enable()"),
         "max_non_split_rounding_mb": ("21", "RALLOCATOR_CONF"),
-        "large_segment_size_mb": ("16", "PYTORCH_CUDA_ALLOC_CONF"),
+        "roundup_power2_divisions": ("4", "PYTORCH_CUDA_ALLOC_CONF"),
     }
 
 
@@ -168,7 +168,7 @@ def test_equal_settings_are_equal_texts_however_they_were_given() -> None:
     assert one.text == other.text == "policy:expandable,peers:all"
 
 
-CUDA_GENERIC = {"PYTORCH_CUDA_ALLOC_CONF": "large_segment_size_mb:30", "PYTORCH_ALLOC_CONF": "large_segment_size_mb:40"}
+CUDA_GENERIC = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:30", "PYTORCH_ALLOC_CONF": "max_split_size_mb:40"}
 
 
 @pytest.mark.parametrize(
@@ -176,25 +176,25 @@ CUDA_GENERIC = {"PYTORCH_CUDA_ALLOC_CONF": "large_segment_size_mb:30", "PYTORCH_
     [
         (CUDA_GENERIC, "2.9.1", "PYTORCH_CUDA_ALLOC_CONF"),
         (CUDA_GENERIC, "2.10.0+cu130", "PYTORCH_CUDA_ALLOC_CONF"),
-        ({"PYTORCH_ALLOC_CONF": "large_segment_size_mb:40"}, "2.9.1", None),
-        ({"PYTORCH_ALLOC_CONF": "large_segment_size_mb:40"}, "2.10.0a0+git1234", "PYTORCH_ALLOC_CONF"),
-        ({"PYTORCH_ALLOC_CONF": "large_segment_size_mb:40"}, "3.0.0", "PYTORCH_ALLOC_CONF"),
-        ({"PYTORCH_ALLOC_CONF": "large_segment_size_mb:40"}, "built from source", "PYTORCH_ALLOC_CONF"),
-        ({"PYTORCH_ALLOC_CONF": "large_segment_size_mb:40", "PYTORCH_CUDA_ALLOC_CONF": ""}, "2.15.0", None),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:40"}, "2.9.1", None),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:40"}, "2.10.0a0+git1234", "PYTORCH_ALLOC_CONF"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:40"}, "3.0.0", "PYTORCH_ALLOC_CONF"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:40"}, "built from source", "PYTORCH_ALLOC_CONF"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:40", "PYTORCH_CUDA_ALLOC_CONF": ""}, "2.15.0", None),
     ],
 )
 def test_of_torchs_variables_the_one_that_torch_reads_counts(
     environ: Mapping[str, str], torch: str, source: str | None
 ) -> None:
     by = sources(resolved(environ=environ, torch=torch))
-    assert by.get("large_segment_size_mb", (None, None))[1] == source
+    assert by.get("max_split_size_mb", (None, None))[1] == source
 
 
 def test_the_version_of_torch_is_known_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.9.0"}
     monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    assert sources(resolve(None, environ={"PYTORCH_ALLOC_CONF": "large_segment_size_mb:40"})) == {}
+    assert sources(resolve(None, environ={"PYTORCH_ALLOC_CONF": "max_split_size_mb:40"})) == {}
 
 
 def test_without_torch_its_newest_rules_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,8 +203,8 @@ def test_without_torch_its_newest_rules_hold(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    settings = resolve(None, environ={"PYTORCH_ALLOC_CONF": "large_segment_size_mb:40"})
-    assert sources(settings) == {"large_segment_size_mb": ("40", "PYTORCH_ALLOC_CONF")}
+    settings = resolve(None, environ={"PYTORCH_ALLOC_CONF": "max_split_size_mb:40"})
+    assert sources(settings) == {"max_split_size_mb": ("40", "PYTORCH_ALLOC_CONF")}
 
 
 @pytest.mark.parametrize(
@@ -251,6 +251,7 @@ def test_expandable_segments_never_sets_the_policy_and_false_says_what_would() -
         ("expandable", "garbage_collection_threshold:0.8", "native"),
         ("native", "cross_stream_reuse:all", "rallocator"),
         ("native", "peers:all", "expandable and rallocator"),
+        ("rallocator", "large_segment_size_mb:32", "native and expandable"),
     ],
 )
 def test_settings_that_change_nothing_under_the_policy_are_named_once(

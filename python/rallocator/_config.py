@@ -29,6 +29,7 @@ _OWN_KEYS = frozenset({"policy", "cross_stream_reuse", "peers", "history_limit"}
 # The policies under which a setting acts, if not under all.
 _ONLY_UNDER = {
     "garbage_collection_threshold": ("native",),
+    "large_segment_size_mb": ("native", "expandable"),
     "cross_stream_reuse": ("rallocator",),
     "peers": ("expandable", "rallocator"),
 }
@@ -73,8 +74,8 @@ class Config:
     skips are not rounded there, and take the divisions of the next smaller one listed here."""
 
     large_segment_size_mb: int | None = None
-    """In MiB, above 10: the memory obtained at once for requests of 1 to 10 MiB. Default: 20. Torch: the same name,
-    from 2.11."""
+    """In MiB, above 10: the memory obtained at once for requests of 1 to 10 MiB. Policies "native" and "expandable"
+    only. Default: 20. Torch: the same name, from 2.11."""
 
     per_process_memory_fraction: float | None = None
     """From 0 to 1: how much of each device's memory may be reserved. Contexts and other libraries do not count.

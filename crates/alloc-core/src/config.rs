@@ -114,7 +114,7 @@ pub struct Config {
     /// `roundup_power2_divisions`: how coarsely sizes are rounded up. Default: not at all beyond 512 bytes.
     pub roundup_power2_divisions: Roundup,
     /// `large_segment_size_mb`: the segment, or handle, from which requests of 1 to 10 MiB are cut. Above 10 MiB.
-    /// Default: 20 MiB.
+    /// Acts under `policy:native` and `policy:expandable` only. Default: 20 MiB.
     pub large_segment_size: u64,
     /// `per_process_memory_fraction`: how much of a device's memory may be reserved, from 0 to 1. Default: 1, all.
     /// What is not reserved by an allocator (contexts, other libraries) does not count towards it.
