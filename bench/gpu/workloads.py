@@ -159,10 +159,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def make_deterministic() -> None:
-    """Have torch choose kernels that add in a fixed order; where it has none it warns and the digests may differ."""
+    """Have torch choose kernels that add in a fixed order; where it has none, the workload fails and says so.
+
+    Merely to be warned is not enough: flash attention then adds in any order, and two runs of one allocator differ.
+    """
     import torch
 
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
     # cuDNN's attention adds in no fixed order and cannot be told to; flash attention's can.
     torch.backends.cuda.enable_cudnn_sdp(False)

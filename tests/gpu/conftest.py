@@ -200,6 +200,7 @@ def allocator(policy: str, torch: Any, request: pytest.FixtureRequest) -> Iterat
     if request.node.get_closest_marker("keeps_memory"):
         return
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # torch keeps one for each stream that multiplied matrices.
     devices = range(2 if request.node.get_closest_marker("two_gpus") else 1)
     for device in devices:
         torch.cuda.synchronize(device)
