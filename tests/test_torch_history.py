@@ -94,6 +94,28 @@ for arguments in ({"enabled": "some"}, {"context": "some"}, {"stacks": "some"}):
     assert [line.split()[0] for line in printed[8:]] == ["enabled", "context", "stacks"]
 
 
+def test_what_is_not_recorded_is_said_once_and_the_rest_is_recorded() -> None:
+    printed = play(
+        RECORD
+        + """
+import inspect, warnings
+
+form = inspect.signature(memory._record_memory_history_impl).parameters
+wanted = [name for name in ("compile_context", "record_pinned_host_memory") if name in form]
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        memory._record_memory_history(**dict.fromkeys(wanted, True), global_record_annotations=True)
+print(len(wanted), sorted(str(warning.message).partition(":")[0] for warning in seen))
+churn()
+print(actions())
+"""
+    )
+    pinned = ["record_pinned_host_memory"] * (int(printed[0][0]) - 1)
+    assert printed[0][2:] == str(["compile_context and global_record_annotations", *pinned])
+    assert printed[1] == "['alloc', 'free_requested', 'free_completed']"
+
+
 def test_skipped_actions_are_not_recorded() -> None:
     printed = play(
         RECORD

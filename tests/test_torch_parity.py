@@ -270,7 +270,8 @@ def test_backend_keeps_its_name_and_memory_of_the_host_its_statistics() -> None:
         print(torch.cuda.get_allocator_backend(), torch._C._cuda_cudaCachingAllocator_is_enabled()
               if hasattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled") else True)
         print("_parity" in (getattr(torch._C._cuda_hostMemoryStats, "__module__", None) or ""))
-    """) == ["pluggable True", "False"]
+        print(torch.cuda.list_gpu_processes.__globals__["__name__"])
+    """) == ["pluggable True", "False", "torch.cuda.memory"]
 
 
 def test_cudnn_benchmark_is_told_the_largest_block_to_be_had() -> None:

@@ -273,6 +273,28 @@ def test_graphed_callables_compute_what_eager_ones_do(torch: Any) -> None:
     assert all(torch.allclose(left, right, atol=1e-5) for left, right in zip(wanted, found, strict=True))
 
 
+@pytest.mark.usefixtures("allocator")
+def test_memory_pools_are_refused_by_name_and_work_goes_on(torch: Any) -> None:
+    with pytest.raises(RuntimeError, match="createOrIncrefPool"):
+        torch.cuda.MemPool()
+    assert torch.ones(MIB, device="cuda").sum().item() == MIB
+
+
+@pytest.mark.keeps_memory(reason="the compiler's graph keeps its pool")
+@pytest.mark.usefixtures("allocator")
+def test_compiler_with_graphs_is_refused_by_name_and_work_goes_on(torch: Any) -> None:
+    function = torch.compile(lambda x: (x * 2).sin() + 1, mode="reduce-overhead")
+    x = torch.ones(MIB, device="cuda")
+
+    def call_until_it_is_captured_and_replayed() -> None:
+        for _ in range(4):
+            function(x)
+
+    with pytest.raises(RuntimeError, match=r"getCheckpointState|setCheckpointPoolState|checkPoolLiveAllocations"):
+        call_until_it_is_captured_and_replayed()
+    assert torch.ones(MIB, device="cuda").sum().item() == MIB
+
+
 @pytest.mark.exclusive
 @pytest.mark.usefixtures("allocator")
 def test_a_hundred_captures_do_not_grow_the_devices_use(torch: Any) -> None:
