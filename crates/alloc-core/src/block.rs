@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU32;
 
-use crate::{backing::SpanIx, last_use::LastUse, pool_set::PoolIx};
+use crate::{backing::SpanIx, event::StreamIx, last_use::LastUse, pool_set::PoolIx};
 
 /// A block's place in the [`BlockTable`](crate::block_table::BlockTable).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -79,6 +79,9 @@ pub(crate) struct Block {
     pub(crate) state: BlockState,
     /// The pool's count of requests when the block became idle: its age, for garbage collection.
     pub(crate) idle_since: u64,
+    /// The stream that a guest was handed out to: a block that lies in another stream's pool and goes home when it is
+    /// idle. `None` unless allocated, pending or deferred.
+    pub(crate) guest_of: Option<StreamIx>,
     /// See [`LastUse`] for what it means in which state.
     pub(crate) last_use: LastUse,
 }

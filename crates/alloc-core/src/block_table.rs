@@ -54,6 +54,7 @@ impl BlockTable {
             pool,
             state,
             idle_since: 0,
+            guest_of: None,
             last_use: LastUse::default(),
         })
     }
@@ -78,6 +79,7 @@ impl BlockTable {
             pool: front.pool,
             state: front.state,
             idle_since: front.idle_since,
+            guest_of: None,
             last_use: front.last_use.clone(),
         };
         let after = front.next;

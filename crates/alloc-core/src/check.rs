@@ -120,6 +120,17 @@ impl DeviceState {
         );
         let is_hole = pool.unmapped.get(&address) == Some(&id);
         ensure!(is_hole == (block.state == BlockState::Unmapped), "block {address:#x}: among the holes {is_hole}");
+        if let Some(guest) = block.guest_of {
+            let is_held = matches!(
+                block.state,
+                BlockState::Allocated | BlockState::Pending { .. } | BlockState::Deferred { .. } | BlockState::Claimed
+            );
+            ensure!(is_held, "block {address:#x} in state {:?} is a guest", block.state);
+            ensure!(pool.owner.is_none(), "block {address:#x} is a guest among a private pool's");
+            ensure!(guest != pool.stream, "block {address:#x} is a guest of its own stream");
+            let is_known = block.last_use.iter().any(|(stream, _)| stream == guest);
+            ensure!(is_known, "guest {address:#x} would not wait for the stream that it was handed out to");
+        }
         match block.state {
             BlockState::Unmapped | BlockState::Claimed => {}
             BlockState::Stale => ensure!(self.stale.contains(address, id), "stale block {address:#x} is not known"),

@@ -186,7 +186,7 @@ impl DeviceState {
         block.last_use.clear();
         let weight = Weight { class, size, requested: request.requested };
         self.stats.on_allocated(weight, is_oversize(size, self.config.max_split_size));
-        self.record(Action::Alloc, whole.address, request.requested, request.pool);
+        self.record_use(Action::Alloc, id, request.requested);
         DevicePtr(whole.address)
     }
 
@@ -212,9 +212,8 @@ impl DeviceState {
             block.last_use.set(own, self.streams.current_epoch(own));
         }
         let weight = Weight { class: pool.class, size: block.size, requested: block.requested };
-        let pool = block.pool;
         self.stats.on_free_requested(weight, is_oversize(weight.size, self.config.max_split_size));
-        self.record(Action::FreeRequested, address.0, weight.requested, pool);
+        self.record_use(Action::FreeRequested, id, weight.requested);
         if is_own_alone {
             self.make_idle(id);
             Freed::Done
@@ -229,13 +228,16 @@ impl DeviceState {
         let mut streams = 0;
         let block = &mut self.blocks[id];
         for (stream, _) in block.last_use.iter() {
-            if !self.streams.is_over(stream) {
+            // A guest goes home to its own stream, which comes after itself.
+            if stream != own && !self.streams.is_over(stream) {
                 is_due |= self.streams.wait_for_current(stream, id, block.size);
                 streams += 1;
             }
         }
         block.last_use.stamp(|stream| self.streams.current_epoch(stream));
-        block.last_use.add(own, self.streams.current_epoch(own));
+        if block.guest_of.is_none() {
+            block.last_use.add(own, self.streams.current_epoch(own));
+        }
         if streams == 0 {
             self.make_idle(id);
             return Freed::Done;
@@ -252,7 +254,7 @@ impl DeviceState {
         if block.state != BlockState::Allocated {
             return false;
         }
-        if self.pools[block.pool].stream != stream {
+        if block.guest_of.is_some() || self.pools[block.pool].stream != stream {
             block.last_use.add(stream, 0);
         }
         true
@@ -284,8 +286,9 @@ impl DeviceState {
     pub(crate) fn on_free_completed(&mut self, id: BlockId) {
         let weight = self.weight(id);
         self.stats.on_idle(weight);
-        self.record(Action::FreeCompleted, self.blocks[id].address, weight.requested, self.blocks[id].pool);
+        self.record_use(Action::FreeCompleted, id, weight.requested);
         self.blocks[id].requested = 0;
+        self.blocks[id].guest_of = None;
     }
 
     /// Unites an idle block, which is in no index, with its idle neighbours, and puts the result into the index.
@@ -346,17 +349,27 @@ impl DeviceState {
         Weight { class: self.class(id), size: block.size, requested: block.requested }
     }
 
-    /// Adds an event to the history, if one is kept.
+    /// Adds an event about a pool's memory to the history, if one is kept.
     #[inline]
     pub(crate) fn record(&mut self, action: Action, address: u64, size: u64, pool: PoolIx) {
         if self.history.is_on() {
-            self.record_kept(action, address, size, pool);
+            self.record_kept(action, address, size, pool, self.pools[pool].stream);
+        }
+    }
+
+    /// Adds an event about the use of a block to the history, if one is kept: by the stream that it was handed out to.
+    #[inline]
+    fn record_use(&mut self, action: Action, id: BlockId, size: u64) {
+        if self.history.is_on() {
+            let block = &self.blocks[id];
+            let stream = block.guest_of.unwrap_or(self.pools[block.pool].stream);
+            self.record_kept(action, block.address, size, block.pool, stream);
         }
     }
 
     #[cold]
-    fn record_kept(&mut self, action: Action, address: u64, size: u64, pool: PoolIx) {
-        let stream = self.streams.target(self.pools[pool].stream).handle;
+    fn record_kept(&mut self, action: Action, address: u64, size: u64, pool: PoolIx, stream: StreamIx) {
+        let stream = self.streams.target(stream).handle;
         self.history.push(action, address, size, stream, self.pool_id(pool));
     }
 

@@ -36,6 +36,8 @@ pub enum Rung {
     MoveAfterWait,
     /// Obtain new memory.
     Grow,
+    /// Take an idle block of another pool, where it lies.
+    Borrow,
     /// Return segments that must not be split.
     ReleaseOversize,
     /// Obtain new memory after that.
@@ -58,7 +60,7 @@ pub enum Rung {
 
 impl Rung {
     /// Every rung there is.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::ClosePending,
         Self::Poll,
         Self::UnmapBatch,
@@ -68,6 +70,7 @@ impl Rung {
         Self::TakeOver,
         Self::MoveAfterWait,
         Self::Grow,
+        Self::Borrow,
         Self::ReleaseOversize,
         Self::GrowAfterOversize,
         Self::CloseAll,
@@ -108,12 +111,15 @@ impl Rung {
         Self::Poll,
         Self::MoveAfterWait,
         Self::Grow,
+        Self::Borrow,
         Self::Wait,
         Self::Move,
+        Self::Borrow,
         Self::Synchronize,
         Self::UnmapStale,
         Self::ReleaseCached,
         Self::GrowLast,
+        Self::Borrow,
         Self::CallBack,
     ];
 
@@ -174,6 +180,9 @@ impl DeviceState {
             if rung == Rung::CallBack && ladder.was_called_back {
                 continue;
             }
+            if matches!(rung, Rung::Wait | Rung::Synchronize) && self.is_beyond_reach(&ladder.request) {
+                continue;
+            }
             let Some(plan) = self.plan_for(rung, &ladder.request) else { continue };
             if let Plan::Reserve(_) = plan {
                 // Addresses are not memory yet: the same rung goes on when they are there.
@@ -183,6 +192,13 @@ impl DeviceState {
             return Step::Run(rung, plan);
         }
         Step::Fail(ladder.failure)
+    }
+
+    /// Whether the request would fail if nothing but what the program holds were reserved: then no wait helps.
+    fn is_beyond_reach(&self, request: &Request) -> bool {
+        let held = self.stats.allocated_bytes.all.current;
+        let most = self.limit.min(self.capabilities.total_bytes);
+        self.rules == Policy::Rallocator && held.saturating_add(request.rounded) > most
     }
 
     /// A private pool that was released meanwhile hands nothing out any more: the default pool serves the request.
@@ -214,6 +230,7 @@ impl DeviceState {
             Rung::TakeOver => self.plan_take_over(request),
             Rung::MoveAfterWait => self.plan_move(request, Donors::AfterWait, Growth::None),
             Rung::Grow | Rung::GrowLast => self.plan_growth(request),
+            Rung::Borrow => self.plan_borrow(request),
             Rung::ReleaseOversize => self.plan_release_oversize(request),
             Rung::GrowAfterOversize => self.config.max_split_size.and_then(|_| self.plan_growth(request)),
             Rung::CloseAll => self.plan_close_all(),

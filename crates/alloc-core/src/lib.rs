@@ -19,6 +19,7 @@ pub mod driver;
 pub mod error;
 mod event;
 mod execute;
+mod guest;
 pub mod history;
 pub mod id;
 mod ladder;

@@ -34,7 +34,7 @@ pub(crate) enum Plan {
     Map(Map),
     /// Remove mappings of memory that has moved away.
     Unmap(Vec<UnmapRun>),
-    /// Let the asking stream wait, on the GPU, for the streams that a pending block waits for.
+    /// Let the asking stream wait, on the GPU, for the streams that used a block, if there are any.
     TakeOver(TakeOver),
     /// Give memory back.
     Release(Release),
@@ -165,13 +165,13 @@ pub(crate) struct UnmapRun {
     pub(crate) blocks: Vec<(BlockId, PhysicalHandle)>,
 }
 
-/// A pending block that is claimed, and the marks of all streams that it waits for.
+/// A pending or idle block that is claimed, and the marks that the asking stream waits for before it may have it.
 #[derive(Debug)]
 pub(crate) struct TakeOver {
     pub(crate) block: BlockId,
     pub(crate) stream: Stream,
     pub(crate) waits: Vec<Mark>,
-    /// The uses that the block waits for.
+    /// The uses that a pending block waits for; none of an idle one.
     pub(crate) uses: Vec<(StreamIx, Epoch)>,
 }
 

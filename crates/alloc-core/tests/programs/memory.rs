@@ -76,7 +76,15 @@ impl World {
         }
         let capacity = self.machine.capacity_mib << 20;
         let limit = (capacity as f64 * allocator.memory_fraction(device)) as u64;
-        let wanted = size::segment_size(size::block_size(size, allocator.config()), allocator.config());
+        let rounded = size::block_size(size, allocator.config());
+        if self.machine.config.contains("rallocator") && self.machine.virtual_memory {
+            // Nothing is waited for or given back for a request that would not fit beside what the program holds.
+            if allocator.stats(device).allocated_bytes.all.current + rounded > limit.min(capacity) {
+                return Ok(());
+            }
+            self.check_no_block_would_do(device, rounded)?;
+        }
+        let wanted = size::segment_size(rounded, allocator.config());
         let is_too_large = allocator.stats(device).reserved_bytes.all.current + wanted > limit;
         let is_idle = |segment: &SegmentPicture| {
             segment.blocks.iter().all(|block| block.state == PictureState::Inactive) && segment.device == device
@@ -87,6 +95,14 @@ impl World {
         let slack = if self.machine.config.contains("expandable") { allocator.config().large_segment_size } else { 0 };
         let is_full = allocator.stats(device).reserved_bytes.all.current + wanted + slack > limit.min(capacity);
         ensure(is_too_large || is_full, || format!("{size} bytes are refused on {device}, which has room for them"))
+    }
+
+    /// No request may fail while an idle block of any stream and size class would hold it.
+    fn check_no_block_would_do(&self, device: DeviceId, rounded: u64) -> Result<(), Failure> {
+        let snapshot = self.gpu.allocator().snapshot();
+        let mut blocks = snapshot.iter().filter(|segment| segment.device == device).flat_map(|segment| &segment.blocks);
+        let fitting = blocks.find(|block| block.state == PictureState::Inactive && block.size >= rounded);
+        ensure(fitting.is_none(), || format!("out of memory for {rounded} bytes although {fitting:?} is idle"))
     }
 
     pub(crate) fn free_picked(&mut self, block: Pick, by: Settle) -> Result<Step, Failure> {

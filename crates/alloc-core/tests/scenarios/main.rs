@@ -4,6 +4,7 @@
 
 mod failures;
 mod graphs;
+mod guests;
 mod history;
 mod memory;
 mod moving;
