@@ -381,16 +381,17 @@ impl<D: Driver> Allocator<D> {
     pub fn empty_cache(&self) -> Result<(), AllocError> {
         let mut result = Ok(());
         for device in self.devices.starting_with(DeviceId(0)) {
-            result = result.and(self.empty_device(device));
+            result = result.and(self.empty_device(device, None));
         }
         result
     }
 
-    fn empty_device(&self, device: &Device) -> Result<(), AllocError> {
+    /// Gives back what the device has cached, or only what a released private pool has.
+    fn empty_device(&self, device: &Device, only: Option<PoolId>) -> Result<(), AllocError> {
         let mut first_error: Option<DriverError> = None;
         for rung in Rung::EMPTY_CACHE {
             let slow = device.slow()?;
-            let Some(plan) = device.fast()?.plan_empty(rung) else { continue };
+            let Some(plan) = device.fast()?.plan_empty(rung, only) else { continue };
             let outcome = if may_wait(rung) {
                 drop(slow);
                 self.carry_out(plan)

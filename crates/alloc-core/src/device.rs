@@ -191,7 +191,9 @@ impl DeviceState {
     }
 
     fn is_worth_splitting(&self, request: &Request, class: SizeClass, rest: u64) -> bool {
-        if class == SizeClass::Small || self.is_paged() {
+        if !self.pools[request.pool].may_split {
+            false
+        } else if class == SizeClass::Small || self.is_paged() {
             rest >= BLOCK_GRANULARITY
         } else {
             !is_oversize(request.rounded, self.config.max_split_size) && rest > SMALL_REQUEST_MAX

@@ -73,7 +73,7 @@ impl Action {
 }
 
 /// A call stack, by the number that its owner keeps it under.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct StackId(pub u32);
 
 impl StackId {
@@ -215,6 +215,13 @@ impl History {
             pool,
             moment,
         });
+    }
+
+    /// The stacks that an event, a block or a segment still names; one may come more than once.
+    pub(crate) fn stacks(&self) -> impl Iterator<Item = StackId> + '_ {
+        let of_events = self.events.iter().map(|event| event.moment.stack);
+        let of_memory = self.block_stacks.values().chain(self.segment_stacks.values()).copied();
+        of_events.chain(of_memory).filter(|stack| *stack != StackId::NONE)
     }
 
     /// Keeps the stacks of what there is up to date. Returns the stack that the event is to carry.

@@ -11,7 +11,7 @@ use crate::{
     config::Policy,
     device::{DeviceState, Request},
     driver::{Call, DriverError},
-    id::DevicePtr,
+    id::{DevicePtr, PoolId},
     plan::{Outcome, Plan},
 };
 
@@ -191,7 +191,18 @@ impl DeviceState {
             self.stats.rungs[rung as usize] += 1;
             return Step::Run(rung, plan);
         }
-        Step::Fail(ladder.failure)
+        match self.malloc_from_last_resort(&ladder.request) {
+            Some(address) => Step::Done(address),
+            None => Step::Fail(ladder.failure),
+        }
+    }
+
+    /// Serves a request that nothing else could from a private pool that the program offered for that. The block belongs
+    /// to that pool, and returns to it.
+    fn malloc_from_last_resort(&mut self, request: &Request) -> Option<DevicePtr> {
+        let (stream, class) = (self.pools[request.pool].stream, self.pools[request.pool].class);
+        let pools = self.pools.last_resorts(stream, class);
+        pools.into_iter().find_map(|pool| self.malloc(&Request { pool, ..*request }))
     }
 
     /// Whether the request would fail if nothing but what the program holds were reserved: then no wait helps.
@@ -256,14 +267,18 @@ impl DeviceState {
         }
     }
 
-    /// What one of the rungs of [`Rung::EMPTY_CACHE`] asks of the driver.
-    pub(crate) fn plan_empty(&mut self, rung: Rung) -> Option<Plan> {
+    /// What one of the rungs of [`Rung::EMPTY_CACHE`] asks of the driver, for all memory or for that of a released
+    /// private pool.
+    pub(crate) fn plan_empty(&mut self, rung: Rung, only: Option<PoolId>) -> Option<Plan> {
         match rung {
             Rung::CloseAll => self.plan_close_all(),
             Rung::Wait => self.plan_wait_for_all(),
             Rung::UnmapStale => self.plan_unmap_stale(),
             Rung::Synchronize => self.plan_synchronize(),
-            Rung::ReleaseCached => self.plan_release_all(true),
+            Rung::ReleaseCached => match only {
+                None => self.plan_release_all(true),
+                Some(pool) => self.plan_release_of(pool),
+            },
             _ => unreachable!("emptying the cache neither grows nor asks the user"),
         }
     }

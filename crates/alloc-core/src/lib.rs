@@ -13,6 +13,7 @@ mod backing;
 mod block;
 mod block_table;
 pub mod check;
+pub mod checkpoint;
 pub mod config;
 mod device;
 pub mod driver;

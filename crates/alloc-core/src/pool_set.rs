@@ -42,6 +42,8 @@ pub(crate) struct Pool {
     pub(crate) requests: u64,
     /// Requests that are climbing the ladder with this pool in their hands, which so stays where it is.
     pub(crate) climbers: usize,
+    /// Whether a block may be cut to serve a smaller request. False only for a private pool that was told so.
+    pub(crate) may_split: bool,
 }
 
 /// Whether a private pool's memory may be handed out.
@@ -73,6 +75,34 @@ pub(crate) struct PrivatePool {
     open: u32,
     /// Whether no request has come since the last begin, so that a capture's streams may not be known yet.
     is_silent: bool,
+    /// Whether its idle memory serves other requests that would fail without.
+    pub(crate) serves_when_out: bool,
+    /// Whether its blocks may be cut.
+    may_split: bool,
+}
+
+impl PrivatePool {
+    /// A pool with one user and no memory.
+    fn new(id: PoolId) -> Self {
+        Self {
+            id,
+            state: PrivateState::Live { users: 1 },
+            pools: Vec::new(),
+            reserved: Family::default(),
+            open: 0,
+            is_silent: false,
+            serves_when_out: false,
+            may_split: true,
+        }
+    }
+
+    /// Begins and creations that are not yet answered by a release; 0 once it is released.
+    pub(crate) fn users(&self) -> u32 {
+        match self.state {
+            PrivateState::Live { users } => users,
+            PrivateState::Released { .. } | PrivateState::Proven => 0,
+        }
+    }
 }
 
 /// See the [module](self).
@@ -114,13 +144,14 @@ impl PoolSet {
             return *pool;
         }
         let pool = self.add(Some(private), stream, class);
+        self[pool].may_split = self.private(private).may_split;
         self.private_mut(private).pools.push(pool);
         pool
     }
 
     fn add(&mut self, owner: Option<PrivateIx>, stream: StreamIx, class: SizeClass) -> PoolIx {
         let (index, unmapped) = (FreeIndex::default(), BTreeMap::new());
-        let pool = Pool { owner, stream, class, index, unmapped, spans: 0, requests: 0, climbers: 0 };
+        let pool = Pool { owner, stream, class, index, unmapped, spans: 0, requests: 0, climbers: 0, may_split: true };
         PoolIx(place(&mut self.pools, pool))
     }
 
@@ -163,20 +194,39 @@ impl PoolSet {
     }
 
     /// Creates a private pool, or counts one more user. A released pool of the same name stays released.
-    pub(crate) fn begin(&mut self, id: PoolId) -> PrivateIx {
-        let Some(private) = self.find_live(id) else {
-            let state = PrivateState::Live { users: 1 };
-            let pool =
-                PrivatePool { id, state, pools: Vec::new(), reserved: Family::default(), open: 1, is_silent: true };
-            return PrivateIx(place(&mut self.privates, pool));
-        };
-        let pool = self.private_mut(private);
-        if let PrivateState::Live { users } = &mut pool.state {
-            *users += 1;
+    pub(crate) fn create(&mut self, id: PoolId) -> PrivateIx {
+        if let Some(private) = self.find_live(id) {
+            if let PrivateState::Live { users } = &mut self.private_mut(private).state {
+                *users += 1;
+            }
+            return private;
         }
+        PrivateIx(place(&mut self.privates, PrivatePool::new(id)))
+    }
+
+    /// As [`create`](Self::create), for a user whose requests are routed to the pool from now on.
+    pub(crate) fn begin(&mut self, id: PoolId) -> PrivateIx {
+        let private = self.create(id);
+        let pool = self.private_mut(private);
         pool.open += 1;
         pool.is_silent = true;
         private
+    }
+
+    /// From now on the blocks of the pool, those that it has too, are handed out whole.
+    pub(crate) fn forbid_splits(&mut self, private: PrivateIx) {
+        self.private_mut(private).may_split = false;
+        for pool in self.private(private).pools.clone() {
+            self[pool].may_split = false;
+        }
+    }
+
+    /// The pools of live private pools that serve a request of `stream` and `class` that nothing else can.
+    pub(crate) fn last_resorts(&self, stream: StreamIx, class: SizeClass) -> Vec<PoolIx> {
+        let serving = |pool: &&PrivatePool| pool.serves_when_out && matches!(pool.state, PrivateState::Live { .. });
+        let privates = self.privates().map(|(_, pool)| pool);
+        let pools = privates.filter(serving).flat_map(|private| private.pools.iter().copied());
+        pools.filter(|pool| self[*pool].stream == stream && self[*pool].class == class).collect()
     }
 
     /// Answers one begin: its requests are no longer routed to the pool.

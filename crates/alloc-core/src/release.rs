@@ -8,7 +8,7 @@ use crate::{
     block::{BlockId, BlockState},
     device::{DeviceState, Request},
     history::Action,
-    id::DevicePtr,
+    id::{DevicePtr, PoolId},
     plan::{Plan, Release, ReleaseRange, ReleaseRun, ReleaseSegment, Released, RunOutcome, Stray},
     pool::FreeBlock,
     pool_set::PoolIx,
@@ -25,6 +25,24 @@ impl DeviceState {
         let strays = std::mem::take(&mut self.strays);
         let mut release = Release { runs, strays, ..Release::default() };
         let pools: Vec<PoolIx> = self.pools.ids().filter(|pool| self.pools.is_releasable(*pool)).collect();
+        self.claim_all_of(pools, &mut release);
+        if events {
+            release.events = self.streams.take_idle_events();
+        }
+        (!release.is_empty()).then_some(Plan::Release(release))
+    }
+
+    /// What a released private pool holds that may go back.
+    pub(crate) fn plan_release_of(&mut self, id: PoolId) -> Option<Plan> {
+        let of_pool = |pool: &PoolIx| self.pool_id(*pool) == id && self.pools.is_releasable(*pool);
+        let pools: Vec<PoolIx> = self.pools.ids().filter(of_pool).collect();
+        let mut release = Release::default();
+        self.claim_all_of(pools, &mut release);
+        (!release.is_empty()).then_some(Plan::Release(release))
+    }
+
+    /// Claims all idle memory of these pools that may go back, and their empty ranges.
+    fn claim_all_of(&mut self, pools: Vec<PoolIx>, release: &mut Release) {
         for pool in pools {
             let idle: Vec<FreeBlock> = self.pools[pool].index.iter().collect();
             for entry in idle {
@@ -37,10 +55,6 @@ impl DeviceState {
             let empty: Vec<BlockId> = self.pools[pool].unmapped.values().copied().collect();
             release.ranges.extend(empty.into_iter().filter_map(|block| self.claim_range(block)));
         }
-        if events {
-            release.events = self.streams.take_idle_events();
-        }
-        (!release.is_empty()).then_some(Plan::Release(release))
     }
 
     /// Cached segments that are too large to be split, enough of them for the request: torch's

@@ -5,9 +5,12 @@ use std::sync::Arc;
 use super::{Allocator, Device};
 use crate::{
     block::BlockState,
+    checkpoint::{Checkpoint, RestoreError, Restored},
+    device::DeviceState,
     driver::Driver,
     error::AllocError,
     id::{DeviceId, DevicePtr, PoolId, StreamHandle},
+    pool_set::PrivateIx,
     sync::Ordering,
 };
 
@@ -39,6 +42,79 @@ impl<D: Driver> Allocator<D> {
         let device = self.device(device)?;
         device.fast()?.pools.begin(pool);
         device.change_routes(|routes| routes.push((pool, filter)))
+    }
+
+    /// Makes a private pool, or gives it one more user, without routing requests to it.
+    ///
+    /// # Errors
+    ///
+    /// Those of bringing the device into use; [`AllocError::Broken`].
+    pub fn create_pool(&self, device: DeviceId, pool: PoolId) -> Result<(), AllocError> {
+        self.device(device)?.fast()?.pools.create(pool);
+        Ok(())
+    }
+
+    /// How many users a private pool has: beginnings and creations that no release has answered. 0 for no such pool.
+    pub fn pool_users(&self, device: DeviceId, pool: PoolId) -> u32 {
+        self.on_live_pool(device, pool, |state, private| state.pools.private(private).users()).unwrap_or(0)
+    }
+
+    /// Whether idle memory of a private pool serves requests of its stream that would fail without. Returns whether there
+    /// is such a pool.
+    pub fn serve_when_out_of_memory(&self, device: DeviceId, pool: PoolId, serves: bool) -> bool {
+        let set = |state: &mut DeviceState, private| state.pools.private_mut(private).serves_when_out = serves;
+        self.on_live_pool(device, pool, set).is_some()
+    }
+
+    /// Has the blocks of a private pool handed out whole from now on. Returns whether there is such a pool.
+    pub fn forbid_splits(&self, device: DeviceId, pool: PoolId) -> bool {
+        self.on_live_pool(device, pool, |state, private| state.pools.forbid_splits(private)).is_some()
+    }
+
+    fn on_live_pool<T>(
+        &self,
+        device: DeviceId,
+        pool: PoolId,
+        change: impl FnOnce(&mut DeviceState, PrivateIx) -> T,
+    ) -> Option<T> {
+        let mut state = self.devices.get(device)?.fast().ok()?;
+        let private = state.pools.find_live(pool)?;
+        Some(change(&mut state, private))
+    }
+
+    /// Returns what a released private pool holds to the driver, on every device. Does nothing for a live one. Waits as
+    /// [`empty_cache`](Self::empty_cache) does.
+    ///
+    /// # Errors
+    ///
+    /// As [`empty_cache`](Self::empty_cache).
+    pub fn empty_pool(&self, pool: PoolId) -> Result<(), AllocError> {
+        let mut result = Ok(());
+        for device in self.devices.starting_with(DeviceId(0)) {
+            let is_released =
+                device.fast()?.pools.privates().any(|(_, private)| private.id == pool && private.users() == 0);
+            if is_released {
+                result = result.and(self.empty_device(device, Some(pool)));
+            }
+        }
+        result
+    }
+
+    /// Which allocations a live private pool holds now; `None` if there is no such pool.
+    pub fn checkpoint_pool(&self, device: DeviceId, pool: PoolId) -> Option<Checkpoint> {
+        self.on_live_pool(device, pool, |state, private| state.checkpoint(private))
+    }
+
+    /// Makes a private pool hold what it held at the checkpoint and nothing else: all that it holds now is freed, and what
+    /// it held then is allocated again, at the same addresses. What the memory contains is left alone.
+    ///
+    /// # Errors
+    ///
+    /// [`RestoreError`]; then nothing is changed.
+    pub fn restore_pool(&self, device: DeviceId, checkpoint: &Checkpoint) -> Result<Restored, RestoreError> {
+        let restore = |state: &mut DeviceState, private| state.restore(private, checkpoint);
+        self.on_live_pool(device, checkpoint.pool(), restore)
+            .unwrap_or(Err(RestoreError::NoSuchPool(checkpoint.pool())))
     }
 
     /// Ends the routing that the last [`begin_pool`](Self::begin_pool) of this pool began. The pool lives on.

@@ -1,5 +1,7 @@
 //! What the allocator tells about itself.
 
+use std::collections::BTreeSet;
+
 use super::{Allocator, Device};
 use crate::{
     block::{BlockId, BlockState},
@@ -65,6 +67,12 @@ impl<D: Driver> Allocator<D> {
         let of =
             |id| self.read(id, |state| state.history.block_stack(address.0)).filter(|stack| *stack != StackId::NONE);
         self.devices_in_use().into_iter().find_map(of).unwrap_or_default()
+    }
+
+    /// Every stack that an event, a block or a segment still names: those of all others may be forgotten.
+    pub fn stacks(&self) -> BTreeSet<StackId> {
+        let stacks = |id| self.read(id, |state| state.history.stacks().collect::<Vec<_>>());
+        self.devices_in_use().into_iter().filter_map(stacks).flatten().collect()
     }
 
     /// Records that the program said something of the memory at an allocated address. What, its witness knows.

@@ -2,6 +2,7 @@
 //!
 //! Every scenario ends with [`Rig::finish`]: free all, return all, and the device is empty.
 
+mod checkpoints;
 mod failures;
 mod graphs;
 mod guests;
