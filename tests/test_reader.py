@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rallocator import _core
 from rallocator._replay.history import NO_ALLOCATIONS, NO_FREES, STATE_ONLY, History, Streams, histories
-from rallocator._replay.snapshot import read_snapshot
+from rallocator._replay.reader import read_recording
 from rallocator._replay.steps import Kind
 from rallocator.errors import SnapshotError
 from tests.histories import MIB, TRACES, event, free, segment, write, write_history
@@ -29,7 +29,7 @@ ONE_BLOCK = {"segments": [], "device_traces": [[event("alloc", 4096, 700), *free
 
 def read(path: Path, streams: Streams = Streams.KEEP) -> History:
     """The only history of a file."""
-    (history,) = histories(read_snapshot(path), streams)
+    (history,) = histories(read_recording(path), streams)
     return history
 
 
@@ -85,14 +85,14 @@ def test_the_layout_of_torch_2_0_is_read(tmp_path: Path) -> None:
 
 def test_a_file_without_traces_is_a_state_of_each_device(tmp_path: Path) -> None:
     segments = [segment(0, (512, "inactive"), device=3), segment(4096, (512, "inactive"), device=1)]
-    found = histories(read_snapshot(write(tmp_path / "state.pickle", {"segments": segments})))
+    found = histories(read_recording(write(tmp_path / "state.pickle", {"segments": segments})))
     assert [history.device for history in found] == [1, 3]
     assert all(history.reason == STATE_ONLY for history in found)
 
 
 def test_devices_are_told_apart(tmp_path: Path) -> None:
     traces = [[], [event("alloc", 64, 100)], [event("alloc", 64, 200), *free(64, 200)]]
-    found = histories(read_snapshot(write(tmp_path / "two.pickle", {"segments": [], "device_traces": traces})))
+    found = histories(read_recording(write(tmp_path / "two.pickle", {"segments": [], "device_traces": traces})))
     assert [(history.device, history.steps.sizes) for history in found] == [(1, [100]), (2, [200, 0])]
 
 
@@ -206,7 +206,7 @@ def refused(path: Path, content: bytes) -> str:
     """The line that says what is wrong with a file."""
     path.write_bytes(content)
     with pytest.raises(SnapshotError) as caught:
-        histories(read_snapshot(path))
+        histories(read_recording(path))
     line = str(caught.value)
     assert line
     assert line.isprintable()
@@ -216,13 +216,13 @@ def refused(path: Path, content: bytes) -> str:
 def test_what_is_no_snapshot_is_named(tmp_path: Path) -> None:
     path = tmp_path / "file"
     assert refused(path, b"") == "empty"
-    assert refused(path, b"PK\3\4 a zip file") == "not a pickle"
+    assert refused(path, b"PK\3\4 a zip file").startswith("neither a memory snapshot (a pickle), nor")
     assert "neither segments nor device_traces" in refused(path, pickle.dumps({"weights": [1, 2]}))
     assert "neither segments nor device_traces" in refused(path, pickle.dumps("segments"))
     with pytest.raises(SnapshotError, match="No such file"):
-        read_snapshot(tmp_path / "missing")
+        read_recording(tmp_path / "missing")
     with pytest.raises(SnapshotError, match="directory"):
-        read_snapshot(tmp_path)
+        read_recording(tmp_path)
 
 
 @pytest.mark.parametrize("value", [range(3), print, Path("x"), complex(1), {1, 2}, b"bytes", OSError("x")])
@@ -313,7 +313,7 @@ def test_unpacking_stops_at_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "bomb"
     path.write_bytes(lzma.compress(pickle.dumps(ONE_BLOCK) + b"\0" * (64 * MIB)))
     with pytest.raises(SnapshotError, match="more than 1048576 bytes"):
-        read_snapshot(path, limit_bytes=MIB)
+        read_recording(path, limit_bytes=MIB)
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, lzma.compress, bytes], ids=["gzip", "xz", "plain"])
@@ -343,10 +343,10 @@ def test_hostile_files_take_little_memory(tmp_path: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30)); "
     script = limit + (
         "import sys; from pathlib import Path\n"
-        "from rallocator._replay.snapshot import read_snapshot\n"
+        "from rallocator._replay.reader import read_recording\n"
         "from rallocator.errors import SnapshotError\n"
         "for name in sys.argv[1:]:\n"
-        "    try: read_snapshot(Path(name)); print('read')\n"
+        "    try: read_recording(Path(name)); print('read')\n"
         "    except SnapshotError as error: print(error)\n"
     )
     paths = []
@@ -384,7 +384,7 @@ def test_a_damaged_file_is_read_or_refused_with_one_line(tmp_path: Path, data: s
     path.write_bytes(whole)
     line = "read"
     try:
-        histories(read_snapshot(path))
+        histories(read_recording(path))
     except SnapshotError as error:
         line = str(error)
     assert line.isprintable()

@@ -233,7 +233,7 @@ def test_a_large_history_takes_less_than_two_seconds() -> None:
 def test_rows_have_the_documented_fields() -> None:
     result = rallocator.replay(TRACES / "graphs.pickle.xz")
     for row in json.loads(json.dumps(result.to_json(), allow_nan=False)):
-        assert set(row) == FIELDS
+        assert set(row) >= FIELDS, "fields may be added, never taken away"
         assert row["schema"] == 1
         assert row["handles_moved"] == 0 or row["policy"] == "rallocator"
         assert row["minimum_budget"] is None

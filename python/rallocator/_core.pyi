@@ -239,39 +239,88 @@ class PickleScanner:
             ValueError: an opcode, a length or an index that no memory snapshot has; the message names its position.
         """
 
-def replay(
-    *,
-    kinds: list[int],
-    allocations: list[int],
-    sizes: list[int],
-    streams: list[int],
-    pools: list[int],
-    times_us: list[int],
-    uses_end_us: list[int],
-    policy: str,
-    config: str,
-    budget_bytes: int | None,
-    lag_us: int,
-) -> dict[str, Any]:
-    """Replay steps on a simulated GPU. Other Python threads run meanwhile.
+def read_chrome_trace(read: Callable[[], bytes]) -> list[tuple[int, int, int, int | None, int, int]]:
+    """Read the memory events of GPUs from a Chrome trace, while the rest of it streams by.
 
     Arguments:
-        kinds: with the next six, the columns of `rallocator._replay.steps.Steps`.
-        allocations: see there, as for all columns.
-        sizes: bytes.
-        streams: numbers, of which 0 is the default stream.
-        pools: numbers, of which 0 is the default pool.
-        times_us: microseconds, never falling.
-        uses_end_us: microseconds, on the same clock.
-        policy: the policy to replay under; the one in `config` does not count.
-        config: settings, in torch's grammar.
-        budget_bytes: bytes that may be reserved; None for as many as it takes.
-        lag_us: microseconds after it was queued that work is taken to end.
+        read: returns the next bytes of the document, and none at its end. What it raises is passed on.
 
     Returns:
-        The figures of `rallocator._replay.ReplayRow` by their names.
+        For each event microseconds, device, address, bytes (negative for a free; None for a failed allocation), bytes
+        without a sign, and bytes reserved after it (0 if it does not say).
 
     Raises:
-        ValueError: there is no such policy, or a column is wrong.
-        RuntimeError: the allocator failed for another reason than lack of memory: a defect in it.
+        ValueError: the document is no JSON, no trace, or one of its memory events is damaged.
     """
+
+@final
+class ReplaySteps:
+    """The steps of a recorded program, packed once and replayed many times. Other Python threads run meanwhile.
+
+    `asked` says how to replay: "policy" (the one in "config" does not count), "config" (settings in torch's grammar),
+    "budget_bytes" (None for as many as it takes), "lag_us" (microseconds after it was queued that work is taken to
+    end), "handle_granularity_bytes" (a power of two), "empty_cache_before" and "late_from" (positions of steps, or
+    None). The methods that take it raise ValueError for what there is not, and RuntimeError for a defect.
+    """
+
+    def __new__(
+        cls,
+        *,
+        kinds: list[int],
+        allocations: list[int],
+        sizes: list[int],
+        streams: list[int],
+        pools: list[int],
+        times_us: list[int],
+        uses_end_us: list[int],
+    ) -> ReplaySteps:
+        """Pack the columns of `rallocator._replay.steps.Steps`.
+
+        Raises:
+            ValueError: the columns differ in length, or there is no such kind of step.
+        """
+
+    def __len__(self) -> int: ...
+    def changed(
+        self, *, merge_streams: bool = False, merge_pools: bool = False, free_at_once: bool = False
+    ) -> ReplaySteps:
+        """Return the same program with something changed.
+
+        Arguments:
+            merge_streams: all requests are for the default stream.
+            merge_pools: requests for private pools are for the default pool, on the default stream.
+            free_at_once: no free waits for another stream.
+        """
+
+    def replay(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Return the figures of `rallocator._replay.ReplayRow` by their names.
+
+        Besides them "peak_reserved_late": the most bytes reserved after each step from "late_from" on.
+        """
+
+    def minimum_budget(self, asked: dict[str, Any]) -> int | None:
+        """Return the smallest budget in bytes under which no allocation fails, by bisection; None if there is none."""
+
+    def timeline(self, asked: dict[str, Any]) -> dict[str, bytes]:
+        """Return what was where at every moment, as columns of little-endian numbers.
+
+        Addresses and sizes have 64 bits, steps 32, of which all set mean never. What begins with step b and ends with e
+        is there after each step from b to before e.
+
+        - "block_address", "block_size", "block_begin", "block_freed" (by the program), "block_end" (reusable)
+        - "segment_address", "segment_size", "segment_begin", "segment_end"
+        - "level_step", "level_allocated", "level_active", "level_reserved": bytes after each step that changed them
+        """
+
+    def state_after(self, count: int, asked: dict[str, Any]) -> list[tuple[int, int, list[tuple[int, int, str]]]]:
+        """Return the allocator's own picture of its memory after the first steps.
+
+        Returns:
+            Segments as address, size and blocks, and these as address, size and torch's name of their state.
+        """
+
+    def held(self) -> bytes:
+        """Return the bytes that the program holds after each step, as little-endian numbers of 64 bits.
+
+        Each request is rounded up to 512 bytes.
+        """

@@ -21,16 +21,20 @@
 //!     Step { time_us: 10, action: Action::Free { allocation: 0, used_elsewhere_until_us: None } },
 //! ];
 //! let config = Config { policy: Policy::Native, ..Config::default() };
-//! let outcome = replay(&steps, &Options { config, budget_bytes: None, lag_us: 20_000 })?;
+//! let outcome = replay(&steps, &Options { config, ..Options::default() })?;
 //! assert_eq!(outcome.peak_requested, 1000);
 //! assert_eq!(outcome.peak_allocated, 1024, "a request is rounded up to 512 bytes");
 //! assert_eq!(outcome.peak_reserved, 2 << 20, "small requests are cut from segments of 2 MiB");
 //! # Ok::<(), alloc_core::replay::ReplayError>(())
 //! ```
 
+mod minimum;
 mod queues;
 #[cfg(test)]
 mod tests;
+mod timeline;
+#[cfg(test)]
+mod timeline_tests;
 
 use std::sync::Arc;
 
@@ -42,7 +46,11 @@ use crate::driver::DriverError;
 use crate::driver::sim::{SimDriver, SimError, SimOptions};
 use crate::error::AllocError;
 use crate::id::{DeviceId, DevicePtr, PoolId, StreamHandle};
+use crate::snapshot::SegmentPicture;
+pub use minimum::minimum_budget;
 use queues::Queues;
+use timeline::Recorder;
+pub use timeline::{BlockLife, Levels, SegmentLife, Timeline};
 
 /// The only device of the simulated machine: recordings of several are replayed one by one.
 const DEVICE: DeviceId = DeviceId(0);
@@ -105,6 +113,28 @@ pub struct Options {
     pub budget_bytes: Option<u64>,
     /// How many microseconds after it was queued work is taken to end.
     pub lag_us: u64,
+    /// What sizes of physical handles are multiples of: a power of two. A real device says 2 MiB.
+    pub handle_granularity_bytes: u64,
+    /// Whether to stop at the first allocation that fails: the figures are those up to it.
+    pub stop_at_failure: bool,
+    /// Give all cached memory back to the driver once, before the step of this position.
+    pub empty_cache_before: Option<usize>,
+    /// Whether and from which step on to keep [`Outcome::peak_reserved_late`].
+    pub late_from: Option<usize>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            config: Config::default(),
+            budget_bytes: None,
+            lag_us: 20_000,
+            handle_granularity_bytes: SimOptions::default().granularity_bytes,
+            stop_at_failure: false,
+            empty_cache_before: None,
+            late_from: None,
+        }
+    }
 }
 
 /// The figures of one replay. Bytes unless said otherwise.
@@ -139,6 +169,8 @@ pub struct Outcome {
     pub handles_moved: u64,
     /// The most addresses that had memory behind them; a handle at two addresses counts twice.
     pub peak_address_bytes: u64,
+    /// The most that was reserved after each of the steps from [`Options::late_from`] on; 0 without one.
+    pub peak_reserved_late: u64,
 }
 
 /// Why a replay came to no result.
@@ -167,19 +199,46 @@ pub enum ReplayError {
 /// # Errors
 /// [`ReplayError`]; running out of memory is none, but counted in the outcome.
 pub fn replay(steps: &[Step], options: &Options) -> Result<Outcome, ReplayError> {
+    Ok(run(steps, steps.len(), options, false)?.outcome())
+}
+
+/// Replays `steps` and returns what was where at every moment besides.
+///
+/// # Errors
+/// [`ReplayError`].
+pub fn replay_with_timeline(steps: &[Step], options: &Options) -> Result<(Outcome, Timeline), ReplayError> {
+    let mut replay = run(steps, steps.len(), options, true)?;
+    let events = replay.allocator.history(DEVICE);
+    let timeline = replay.recorder.take().map_or_else(Timeline::default, |recorder| recorder.timeline(&events));
+    Ok((replay.outcome(), timeline))
+}
+
+/// The allocator's own picture of its memory after the first `count` of `steps`.
+///
+/// # Errors
+/// [`ReplayError`].
+pub fn picture_after(steps: &[Step], count: usize, options: &Options) -> Result<Vec<SegmentPicture>, ReplayError> {
+    Ok(run(steps, count, options, false)?.allocator.snapshot())
+}
+
+/// Replays the first `count` steps on a card that is large enough for all.
+fn run(steps: &[Step], count: usize, options: &Options, with_timeline: bool) -> Result<Replay, ReplayError> {
     let (smallest_bytes, largest_bytes) = CARD_BYTES;
     if let Some(budget_bytes) = options.budget_bytes {
         // Twice the budget, so that it is the limit that is met, and a power of two, so that it is an exact fraction.
         let card_bytes = budget_bytes.saturating_mul(2).next_power_of_two();
         let fraction = budget_bytes as f64 / card_bytes as f64;
-        return Replay::new(steps.len(), options, card_bytes, fraction)?.run(steps);
+        return Replay::new(steps.len(), options, card_bytes, fraction, with_timeline)?.run(&steps[..count]);
     }
     let mut card_bytes = smallest_bytes;
     loop {
-        let outcome = Replay::new(steps.len(), options, card_bytes, 1.0)?.run(steps)?;
+        let replay = Replay::new(steps.len(), options, card_bytes, 1.0, with_timeline)?.run(steps)?;
         // A card that ran short was too small to say what the policy takes.
-        if outcome.retries == 0 || card_bytes >= largest_bytes {
-            return Ok(outcome);
+        if replay.allocator.stats(DEVICE).num_alloc_retries == 0 || card_bytes >= largest_bytes {
+            if count == steps.len() {
+                return Ok(replay);
+            }
+            return Replay::new(steps.len(), options, card_bytes, 1.0, with_timeline)?.run(&steps[..count]);
         }
         card_bytes *= 2;
     }
@@ -213,15 +272,36 @@ struct Replay {
     peak_allocated: u64,
     ooms: u64,
     is_limited: bool,
+    stops_at_failure: bool,
+    empty_cache_before: Option<usize>,
+    late_from: Option<usize>,
+    peak_reserved_late: u64,
+    recorder: Option<Recorder>,
 }
 
 impl Replay {
-    fn new(steps: usize, options: &Options, card_bytes: u64, fraction: f64) -> Result<Self, ReplayError> {
-        let driver = SimDriver::new(SimOptions { capacity_bytes: card_bytes, devices: 1, ..SimOptions::default() });
+    fn new(
+        steps: usize,
+        options: &Options,
+        card_bytes: u64,
+        fraction: f64,
+        with_timeline: bool,
+    ) -> Result<Self, ReplayError> {
+        let driver = SimDriver::new(SimOptions {
+            capacity_bytes: card_bytes,
+            devices: 1,
+            granularity_bytes: options.handle_granularity_bytes,
+            ..SimOptions::default()
+        });
         driver.set_current_device(DEVICE)?;
         let config = Config { per_process_memory_fraction: fraction, history_limit: 0, ..options.config.clone() };
+        let allocator = Allocator::new(driver, config);
+        let recorder = with_timeline.then(Recorder::default);
+        if let Some(recorder) = &recorder {
+            allocator.record_history(Some(&recorder.recording()), true)?;
+        }
         Ok(Self {
-            allocator: Allocator::new(driver, config),
+            allocator,
             allocations: vec![State::NotYet; steps],
             pools: FxHashSet::default(),
             queues: Queues::default(),
@@ -230,16 +310,37 @@ impl Replay {
             peak_allocated: 0,
             ooms: 0,
             is_limited: options.budget_bytes.is_some(),
+            stops_at_failure: options.stop_at_failure,
+            empty_cache_before: options.empty_cache_before,
+            late_from: options.late_from,
+            peak_reserved_late: 0,
+            recorder,
         })
     }
 
-    fn run(mut self, steps: &[Step]) -> Result<Outcome, ReplayError> {
+    fn run(mut self, steps: &[Step]) -> Result<Self, ReplayError> {
         for (step, &Step { time_us, action }) in steps.iter().enumerate() {
             self.allocator.driver().advance_to(time_us)?;
+            if let Some(recorder) = &self.recorder {
+                recorder.begin(step);
+            }
+            if self.empty_cache_before == Some(step) {
+                self.allocator.empty_cache()?;
+            }
             self.take(action).map_err(|failure| failure.at(step))?;
+            if let Some(recorder) = &mut self.recorder {
+                recorder.end(step, &self.allocator.stats(DEVICE));
+            }
+            if self.late_from.is_some_and(|from| from <= step) {
+                let reserved = self.allocator.driver().physical_bytes(DEVICE).current;
+                self.peak_reserved_late = self.peak_reserved_late.max(reserved);
+            }
+            if self.ooms > 0 && self.stops_at_failure {
+                break;
+            }
         }
         self.allocator.driver().check()?;
-        Ok(self.outcome())
+        Ok(self)
     }
 
     fn take(&mut self, action: Action) -> Result<(), Failure> {
@@ -287,6 +388,9 @@ impl Replay {
         self.queue_work(stream)?;
         match answer {
             Ok(Some(address)) => {
+                if let Some(recorder) = &mut self.recorder {
+                    recorder.handed_out(self.allocator.block_size(address).unwrap_or(size));
+                }
                 self.allocated += rounded(size);
                 self.peak_allocated = self.peak_allocated.max(self.allocated);
                 Ok(State::Live { address, size, stream })
@@ -343,6 +447,7 @@ impl Replay {
             handles_moved: stats.handles_moved,
             // Segments have their addresses for as long as their memory; handles have those that they are mapped at.
             peak_address_bytes: driver.mapped_bytes(DEVICE).peak.max(peak_physical),
+            peak_reserved_late: self.peak_reserved_late,
         }
     }
 }

@@ -13,6 +13,7 @@
 #![deny(unsafe_code)]
 
 mod backend;
+mod chrome_trace;
 mod config;
 mod devices;
 mod extension;

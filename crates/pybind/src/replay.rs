@@ -1,11 +1,14 @@
 //! Replays for Python: the look through a pickle before it is loaded, and the way from columns of steps to figures.
 
+use std::collections::HashMap;
+
 use alloc_core::config::Policy;
 use alloc_core::id::{PoolId, StreamHandle};
-use alloc_core::replay::{Action, Options, Outcome, Step};
+use alloc_core::replay::{Action, Options, Outcome, ReplayError, Step, Timeline};
+use alloc_core::snapshot::SegmentPicture;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBytes, PyDict};
 
 use crate::pickle::Scanner;
 
@@ -33,36 +36,66 @@ impl PickleScanner {
     }
 }
 
-/// Replays steps, given as columns of equal length, and returns the figures by their names in the JSON.
-///
-/// What the columns mean is written at `rallocator._replay.steps.Steps`. Other Python threads run meanwhile.
-#[pyfunction]
-#[pyo3(signature = (*, kinds, allocations, sizes, streams, pools, times_us, uses_end_us, policy, config, budget_bytes, lag_us))]
-#[expect(clippy::too_many_arguments, reason = "they are columns and options, each by its name")]
-#[expect(clippy::needless_pass_by_value, reason = "the columns come from Python's lists and have no other owner")]
-fn replay<'py>(
-    py: Python<'py>,
-    kinds: Vec<u8>,
-    allocations: Vec<usize>,
-    sizes: Vec<u64>,
-    streams: Vec<u64>,
-    pools: Vec<u64>,
-    times_us: Vec<u64>,
-    uses_end_us: Vec<u64>,
-    policy: &str,
-    config: &str,
+/// The steps of a recorded program, packed once and replayed many times.
+#[pyclass(module = "rallocator._core", frozen)]
+pub(crate) struct ReplaySteps {
+    steps: Vec<Step>,
+}
+
+/// How to replay, as Python says it: [`Options`] by their names, and the policy besides.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct Asked {
+    policy: String,
+    config: String,
     budget_bytes: Option<u64>,
     lag_us: u64,
-) -> PyResult<Bound<'py, PyDict>> {
-    let mut config = crate::config::parse(config)?.config;
-    config.policy =
-        Policy::from_name(policy).ok_or_else(|| PyValueError::new_err(format!("there is no policy {policy}")))?;
-    let count = kinds.len();
-    if [allocations.len(), sizes.len(), streams.len(), pools.len(), times_us.len(), uses_end_us.len()] != [count; 6] {
-        return Err(PyValueError::new_err("the columns differ in length"));
+    handle_granularity_bytes: u64,
+    empty_cache_before: Option<usize>,
+    late_from: Option<usize>,
+}
+
+impl Asked {
+    fn options(self) -> PyResult<Options> {
+        let mut config = crate::config::parse(&self.config)?.config;
+        config.policy = Policy::from_name(&self.policy)
+            .ok_or_else(|| PyValueError::new_err(format!("there is no policy {}", self.policy)))?;
+        if !self.handle_granularity_bytes.is_power_of_two() {
+            return Err(PyValueError::new_err("the sizes of handles are multiples of a power of two"));
+        }
+        Ok(Options {
+            config,
+            budget_bytes: self.budget_bytes,
+            lag_us: self.lag_us,
+            handle_granularity_bytes: self.handle_granularity_bytes,
+            stop_at_failure: false,
+            empty_cache_before: self.empty_cache_before,
+            late_from: self.late_from,
+        })
     }
-    let steps = (0..count)
-        .map(|index| {
+}
+
+#[pymethods]
+impl ReplaySteps {
+    /// Packs columns of equal length. What they mean is written at `rallocator._replay.steps.Steps`.
+    #[new]
+    #[pyo3(signature = (*, kinds, allocations, sizes, streams, pools, times_us, uses_end_us))]
+    #[expect(clippy::needless_pass_by_value, reason = "the columns come from Python's lists and have no other owner")]
+    fn new(
+        kinds: Vec<u8>,
+        allocations: Vec<usize>,
+        sizes: Vec<u64>,
+        streams: Vec<u64>,
+        pools: Vec<u64>,
+        times_us: Vec<u64>,
+        uses_end_us: Vec<u64>,
+    ) -> PyResult<Self> {
+        let count = kinds.len();
+        if [allocations.len(), sizes.len(), streams.len(), pools.len(), times_us.len(), uses_end_us.len()] != [count; 6]
+        {
+            return Err(PyValueError::new_err("the columns differ in length"));
+        }
+        let step = |index: usize| {
             let (allocation, size) = (allocations[index], sizes[index]);
             let (stream, pool) = (stream(streams[index]), pool(pools[index]));
             let action = match kinds[index] {
@@ -73,11 +106,129 @@ fn replay<'py>(
                 kind => return Err(PyValueError::new_err(format!("there is no kind of step {kind}"))),
             };
             Ok(Step { time_us: times_us[index], action })
-        })
-        .collect::<PyResult<Vec<_>>>()?;
-    let options = Options { config, budget_bytes, lag_us };
-    let outcome = py.detach(|| alloc_core::replay::replay(&steps, &options));
-    figures(py, &outcome.map_err(|error| PyRuntimeError::new_err(error.to_string()))?)
+        };
+        Ok(Self { steps: (0..count).map(step).collect::<PyResult<_>>()? })
+    }
+
+    fn __len__(&self) -> usize {
+        self.steps.len()
+    }
+
+    /// The same program with something changed: one stream for all, no private pools (their requests go to the default
+    /// stream too), every free done at once.
+    #[pyo3(signature = (*, merge_streams = false, merge_pools = false, free_at_once = false))]
+    fn changed(&self, merge_streams: bool, merge_pools: bool, free_at_once: bool) -> Self {
+        let place = |stream: StreamHandle, pool: Option<PoolId>| {
+            let is_merged = merge_streams || (merge_pools && pool.is_some());
+            (if is_merged { StreamHandle::DEFAULT } else { stream }, pool.filter(|_| !merge_pools))
+        };
+        let change = |step: &Step| {
+            let action = match step.action {
+                Action::Allocate { allocation, size, stream, pool } => {
+                    let (stream, pool) = place(stream, pool);
+                    Action::Allocate { allocation, size, stream, pool }
+                }
+                Action::Free { allocation, .. } if free_at_once => {
+                    Action::Free { allocation, used_elsewhere_until_us: None }
+                }
+                Action::Free { .. } => step.action,
+                Action::Try { size, stream, pool } => {
+                    let (stream, pool) = place(stream, pool);
+                    Action::Try { size, stream, pool }
+                }
+            };
+            Step { action, ..*step }
+        };
+        Self { steps: self.steps.iter().map(change).collect() }
+    }
+
+    /// Replays and returns the figures by their names in the JSON. Other Python threads run meanwhile, here and below.
+    fn replay<'py>(&self, py: Python<'py>, asked: Asked) -> PyResult<Bound<'py, PyDict>> {
+        let options = asked.options()?;
+        let outcome = py.detach(|| alloc_core::replay::replay(&self.steps, &options));
+        figures(py, &outcome.map_err(|error| defect(&error))?)
+    }
+
+    /// The smallest budget under which nothing fails; None if there is none.
+    fn minimum_budget(&self, py: Python<'_>, asked: Asked) -> PyResult<Option<u64>> {
+        let options = asked.options()?;
+        py.detach(|| alloc_core::replay::minimum_budget(&self.steps, &options)).map_err(|error| defect(&error))
+    }
+
+    /// Replays and returns what was where at every moment, as columns of little-endian numbers.
+    fn timeline<'py>(&self, py: Python<'py>, asked: Asked) -> PyResult<Bound<'py, PyDict>> {
+        let options = asked.options()?;
+        let (_, timeline) = py
+            .detach(|| alloc_core::replay::replay_with_timeline(&self.steps, &options))
+            .map_err(|error| defect(&error))?;
+        columns(py, &timeline)
+    }
+
+    /// The allocator's memory after the first `count` steps: segments as (address, size, blocks), and blocks as (address,
+    /// size, state).
+    fn state_after(&self, py: Python<'_>, count: usize, asked: Asked) -> PyResult<Vec<PlainSegment>> {
+        let options = asked.options()?;
+        let count = count.min(self.steps.len());
+        let picture = py
+            .detach(|| alloc_core::replay::picture_after(&self.steps, count, &options))
+            .map_err(|error| defect(&error))?;
+        let plain = |segment: SegmentPicture| {
+            let blocks = segment.blocks.iter().map(|block| (block.address.0, block.size, block.state.name())).collect();
+            (segment.address.0, segment.size, blocks)
+        };
+        Ok(picture.into_iter().map(plain).collect())
+    }
+
+    /// After each step, the bytes that the program holds, each request rounded up to 512 bytes.
+    fn held<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        let mut sizes: HashMap<usize, u64> = HashMap::new();
+        let mut held: u64 = 0;
+        let levels = self.steps.iter().map(|step| {
+            match step.action {
+                Action::Allocate { allocation, size, .. } => {
+                    let size = size.next_multiple_of(512);
+                    sizes.insert(allocation, size);
+                    held = held.saturating_add(size);
+                }
+                Action::Free { allocation, .. } => {
+                    held = held.saturating_sub(sizes.remove(&allocation).unwrap_or(0));
+                }
+                Action::Try { .. } => {}
+            }
+            held
+        });
+        bytes(py, levels.map(u64::to_le_bytes))
+    }
+}
+
+/// Address, size, blocks; and of each its address, size and state.
+type PlainSegment = (u64, u64, Vec<(u64, u64, &'static str)>);
+
+fn defect(error: &ReplayError) -> PyErr {
+    PyRuntimeError::new_err(error.to_string())
+}
+
+fn bytes<const WIDTH: usize>(py: Python<'_>, numbers: impl Iterator<Item = [u8; WIDTH]>) -> Bound<'_, PyBytes> {
+    PyBytes::new(py, &numbers.flatten().collect::<Vec<u8>>())
+}
+
+fn columns<'py>(py: Python<'py>, timeline: &Timeline) -> PyResult<Bound<'py, PyDict>> {
+    let Timeline { blocks, segments, levels } = timeline;
+    let columns = PyDict::new(py);
+    columns.set_item("block_address", bytes(py, blocks.iter().map(|block| block.address.to_le_bytes())))?;
+    columns.set_item("block_size", bytes(py, blocks.iter().map(|block| block.size.to_le_bytes())))?;
+    columns.set_item("block_begin", bytes(py, blocks.iter().map(|block| block.begin.to_le_bytes())))?;
+    columns.set_item("block_freed", bytes(py, blocks.iter().map(|block| block.freed.to_le_bytes())))?;
+    columns.set_item("block_end", bytes(py, blocks.iter().map(|block| block.end.to_le_bytes())))?;
+    columns.set_item("segment_address", bytes(py, segments.iter().map(|segment| segment.address.to_le_bytes())))?;
+    columns.set_item("segment_size", bytes(py, segments.iter().map(|segment| segment.size.to_le_bytes())))?;
+    columns.set_item("segment_begin", bytes(py, segments.iter().map(|segment| segment.begin.to_le_bytes())))?;
+    columns.set_item("segment_end", bytes(py, segments.iter().map(|segment| segment.end.to_le_bytes())))?;
+    columns.set_item("level_step", bytes(py, levels.iter().map(|level| level.step.to_le_bytes())))?;
+    columns.set_item("level_allocated", bytes(py, levels.iter().map(|level| level.allocated.to_le_bytes())))?;
+    columns.set_item("level_active", bytes(py, levels.iter().map(|level| level.active.to_le_bytes())))?;
+    columns.set_item("level_reserved", bytes(py, levels.iter().map(|level| level.reserved.to_le_bytes())))?;
+    Ok(columns)
 }
 
 /// The handle of a stream by its number: 0 is the default stream.
@@ -113,6 +264,7 @@ fn figures<'py>(py: Python<'py>, outcome: &Outcome) -> PyResult<Bound<'py, PyDic
         ("driver_time_us", outcome.driver_time_us),
         ("handles_moved", outcome.handles_moved),
         ("peak_address_bytes", outcome.peak_address_bytes),
+        ("peak_reserved_late", outcome.peak_reserved_late),
     ] {
         figures.set_item(name, value)?;
     }
@@ -122,5 +274,6 @@ fn figures<'py>(py: Python<'py>, outcome: &Outcome) -> PyResult<Bound<'py, PyDic
 /// Adds this module's names to the extension.
 pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PickleScanner>()?;
-    module.add_function(wrap_pyfunction!(replay, module)?)
+    module.add_class::<ReplaySteps>()?;
+    module.add_function(wrap_pyfunction!(crate::chrome_trace::read_chrome_trace, module)?)
 }

@@ -12,7 +12,7 @@ from rallocator._cli import demo as demo_command
 from rallocator._cli import doctor as doctor_command
 from rallocator._cli import replay as replay_command
 from rallocator._cli.console import warn
-from rallocator._replay import DEFAULT_LAG_MS, POLICIES, Streams
+from rallocator._replay import DEFAULT_LAG_MS, POLICIES, ReplaySettings, Streams
 from rallocator._run import Program
 from rallocator.errors import RallocatorError
 
@@ -86,12 +86,16 @@ def run(
 @app.command(short_help="Replay recorded allocation histories under other policies and budgets.")
 def replay(
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", show_default=False, help="Memory snapshots of torch.")
+        list[Path],
+        typer.Argument(metavar="FILE...", show_default=False, help="Memory snapshots, Chrome traces, or logs of RMM."),
     ],
     policy: Annotated[str, typer.Option(help="Policies, separated by commas.")] = ",".join(POLICIES),
     budget: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory that may be reserved, as 24GiB. No limit if left out.")
     ] = None,
+    minimum: Annotated[
+        bool, typer.Option("--minimum", help="Look for the smallest budget in which each policy completes.")
+    ] = False,
     config: Annotated[
         str | None, typer.Option(metavar="TEXT", help="More settings, as in PYTORCH_CUDA_ALLOC_CONF.")
     ] = None,
@@ -99,27 +103,41 @@ def replay(
     lag_ms: Annotated[
         float, typer.Option(help="Milliseconds after it was queued that work is taken to end.")
     ] = DEFAULT_LAG_MS,
+    handle_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="What sizes of physical handles are multiples of. 2MiB if left out."),
+    ] = None,
+    max_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Unpacked size above which a file is refused. 4GiB if left out."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Replay recorded allocation histories on a simulated GPU, without a real one.
 
-    Each FILE is a memory snapshot of torch (torch.cuda.memory._dump_snapshot), plain, gzip or xz.
+    Each FILE is a memory snapshot of torch (torch.cuda.memory._dump_snapshot), a Chrome trace
+    of its profiler with [memory] events, or the CSV log of RMM; plain, gzip or xz.
+    The exit code is 1 if a history fits under none of the policies, and 2 if a file cannot be read.
     """
     policies = [name.strip() for name in policy.split(",") if name.strip()]
     try:
-        unreadable = replay_command.run(
-            files,
-            policies=policies,
-            budget=budget,
-            config=config,
-            streams=streams.value,
-            lag_ms=lag_ms,
-            as_json=as_json,
+        settings = ReplaySettings.check(
+            policies,
+            budget,
+            config,
+            streams.value,
+            lag_ms,
+            handle_size=handle_size,
+            minimum=minimum,
+            max_size=max_size,
         )
+        answer = replay_command.run(files, settings, as_json=as_json)
     except RallocatorError as error:
         _fail(error)
-    if unreadable:
+    if answer.unreadable:
         raise typer.Exit(USAGE_ERROR)
+    if not answer.fits:
+        raise typer.Exit(1)
 
 
 @app.command(short_help="Say what is installed, what the GPU can do, and which settings are in force.")

@@ -4,72 +4,125 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rallocator._cli.console import print_json, print_table, print_text, progress, warn
-from rallocator._replay import ReplayJob, ReplayRow, ReplaySettings, jobs
+from rallocator._replay import MemoryState, ReplayRow, ReplaySettings, replay_subjects, subjects
 from rallocator._sizes import format_size
 from rallocator.errors import SnapshotError
 
+MOST_POOLS = 8
+"""Pools of a state that are listed; the JSON has all."""
 
-def run(
-    files: Sequence[Path],
-    *,
-    policies: Sequence[str],
-    budget: str | None,
-    config: str | None,
-    streams: str,
-    lag_ms: float,
-    as_json: bool,
-) -> int:
-    """Replay files and print what came of it.
 
-    Returns:
-        How many files could not be read. The others are answered all the same.
-    """
-    settings = ReplaySettings.check(policies, budget, config, streams, lag_ms)
+@dataclass(slots=True)
+class Answer:
+    """What came of all files."""
+
+    rows: list[ReplayRow] = field(default_factory=list)
+    unreadable: int = 0
+    """Files that could not be read. The others are answered all the same."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether each history runs to its end without a failed allocation under one of its policies at least."""
+        return all(any(row.ooms == 0 for row in group) for group in groups(self.rows).values() if group[0].replayable)
+
+
+def run(files: Sequence[Path], settings: ReplaySettings, *, as_json: bool) -> Answer:
+    """Replay files and print what came of it."""
     for key in settings.without_effect:
         warn(f"the setting {key} has no effect on a replay")
-    rows: list[ReplayRow] = []
-    unreadable = 0
+    answer = Answer()
     with progress("Replaying", len(files)) as file_done:
         for file in files:
             try:
-                found: list[ReplayJob] = jobs(file, settings)
-                rows += [job.run() for job in found]
+                answer.rows += replay_subjects(subjects(file, settings))
             except SnapshotError as error:
-                unreadable += 1
+                answer.unreadable += 1
                 warn(f"{os.fspath(file)}: {error}")
             file_done()
     if as_json:
-        print_json([row.to_json() for row in rows])
+        print_json([row.to_json() for row in answer.rows])
     else:
-        print_rows(rows)
-    return unreadable
+        print_rows(answer.rows, settings)
+    return answer
 
 
-def print_rows(rows: Sequence[ReplayRow]) -> None:
-    """Print a table for each device of each file."""
-    tables: dict[tuple[str, int], list[ReplayRow]] = {}
+def groups(rows: Sequence[ReplayRow]) -> dict[tuple[str, int], list[ReplayRow]]:
+    """Return the rows of each device of each file."""
+    found: dict[tuple[str, int], list[ReplayRow]] = {}
     for row in rows:
-        tables.setdefault((row.file, row.device), []).append(row)
+        found.setdefault((row.file, row.device), []).append(row)
+    return found
+
+
+def print_rows(rows: Sequence[ReplayRow], settings: ReplaySettings | None = None) -> None:
+    """Print a table for each device of each file.
+
+    Arguments:
+        rows: what to print.
+        settings: what was asked for, if more than the figures of a plain replay.
+    """
+    tables = groups(rows)
     several_devices = {file for file, device in tables if device > 0}
     for number, ((file, device), group) in enumerate(tables.items()):
         if number:
             print_text("")
-        first = group[0]
         name = f"{file}, device {device}" if file in several_devices else file
-        if not first.replayable:
-            print_text(f"{name}: cannot be replayed: {first.reason}")
-            continue
-        print_text(f"{name}: {first.events:,} events, peak allocated {_size(first.peak_allocated)}")
-        figures = ("reserved", "utilization", "failed", "retries", "waits", "driver time")
-        recorded = [_recorded(first)] if first.recorded_peak_reserved else []
-        columns = [("policy", "name"), *((heading, "figure") for heading in figures)]
-        print_table(columns, [*recorded, *map(_cells, group)])
+        if group[0].replayable:
+            _print_figures(name, group, settings)
+        else:
+            print_text(f"{name}: cannot be replayed: {group[0].reason}")
+            if group[0].state is not None:
+                _print_state(group[0].state)
 
 
-def _cells(row: ReplayRow) -> list[str]:
+def _print_figures(name: str, rows: Sequence[ReplayRow], settings: ReplaySettings | None) -> None:
+    first = rows[0]
+    with_minimum = settings is not None and settings.minimum
+    print_text(f"{name}: {first.events:,} events, peak allocated {_size(first.peak_allocated)}")
+    figures = ("reserved", "utilization", "failed", "retries", "waits", "fits in" if with_minimum else "driver time")
+    recorded = [_recorded(first)] if first.recorded_peak_reserved else []
+    columns = [("policy", "name"), *((heading, "figure") for heading in figures)]
+    print_table(columns, [*recorded, *(_cells(row, with_minimum=with_minimum) for row in rows)])
+    if settings is not None and settings.budget_bytes is not None:
+        fitting = [row.policy for row in rows if row.ooms == 0]
+        budget = format_size(settings.budget_bytes)
+        print_text(f"Fits in {budget} under {', '.join(fitting)}." if fitting else f"Does not fit in {budget}.")
+
+
+def _print_state(state: MemoryState) -> None:
+    print_text(
+        f"In the end {format_size(state.reserved)} were reserved and {format_size(state.allocated)} allocated;",
+        f"{format_size(state.pending)} were pending on other streams, and {format_size(state.free)} free.",
+    )
+    if state.free:
+        print_text(
+            f"The largest free block has {format_size(state.largest_free)}: "
+            f"{state.fragmentation or 0:.1%} of the free memory is elsewhere."
+        )
+    figures = ("reserved", "allocated", "pending", "free", "largest free")
+    columns = [("pool", "name"), ("stream", "figure"), *((heading, "figure") for heading in figures)]
+    shown = state.pools[:MOST_POOLS]
+    print_table(
+        columns,
+        [
+            (
+                "default" if pool.pool == (0, 0) else f"{pool.pool[0]},{pool.pool[1]}",
+                pool.stream,
+                *(_size(size) for size in (pool.reserved, pool.allocated, pool.pending, pool.free, pool.largest_free)),
+            )
+            for pool in shown
+        ],
+    )
+    if len(state.pools) > len(shown):
+        print_text(f"… and {len(state.pools) - len(shown)} smaller pools.")
+
+
+def _cells(row: ReplayRow, *, with_minimum: bool) -> list[str]:
+    last = _size(row.minimum_budget) or "nothing" if with_minimum else f"{(row.driver_time_us or 0) / 1000:,.0f} ms"
     return [
         row.policy,
         _size(row.peak_reserved),
@@ -77,7 +130,7 @@ def _cells(row: ReplayRow) -> list[str]:
         f"{row.ooms:,}",
         f"{row.retries:,}",
         f"{row.host_waits:,}",
-        f"{(row.driver_time_us or 0) / 1000:,.0f} ms",
+        last,
     ]
 
 

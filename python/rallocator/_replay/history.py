@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rallocator._replay.pools import infer_pools
-from rallocator._replay.snapshot import DEFAULT_POOL, PoolPair, Segment, Snapshot, Trace
+from rallocator._replay.recording import DEFAULT_POOL, PoolPair, Recording, Segment, Trace
+from rallocator._replay.state import MemoryState, memory_state
 from rallocator._replay.steps import Kind, Steps
 from rallocator.errors import SnapshotError
 
@@ -51,12 +52,20 @@ class History:
     steps: Steps
     recorded_peak_reserved: int | None
     """Bytes that torch's allocator had reserved at most, as far as the file shows; None if it shows no segment."""
+    recorded_policy: str = "native"
+    """The policy whose rules the recorded allocator followed."""
+    recorded_limit: int | None = None
+    """The bytes that were to be had, as far as failed allocations show; None where none failed, or nothing shows it."""
+    state: MemoryState | None = None
+    """The memory when the recording ended; None if the file shows no segment."""
+    frames: tuple[object, ...] = ()
+    """By whom each allocation was made, by its number, as the file has it. Empty where frames are not kept."""
 
 
-def histories(snapshot: Snapshot, streams: Streams = Streams.KEEP) -> list[History]:
-    """Return the history of every device that a snapshot tells of; one that cannot be replayed if it tells of none."""
-    recorded = any(_is_recording(trace, snapshot.segments, device) for device, trace in snapshot.traces.items())
-    return [_history(snapshot, device, streams, recorded=recorded) for device in snapshot.devices() or [0]]
+def histories(recording: Recording, streams: Streams = Streams.KEEP) -> list[History]:
+    """Return the history of every device that a file tells of; one that cannot be replayed if it tells of none."""
+    recorded = any(_is_recording(trace, recording.segments, device) for device, trace in recording.traces.items())
+    return [_history(recording, device, streams, recorded=recorded) for device in recording.devices() or [0]]
 
 
 def _is_recording(trace: Trace, segments: Iterable[Segment], device: int) -> bool:
@@ -69,32 +78,60 @@ def _is_recording(trace: Trace, segments: Iterable[Segment], device: int) -> boo
     return trace.actions[events[0]] == "alloc" and active in ([], [trace.addresses[events[0]]])
 
 
-def _history(snapshot: Snapshot, device: int, streams: Streams, *, recorded: bool) -> History:
-    segments = [segment for segment in snapshot.segments if segment.device == device]
-    trace = snapshot.traces.get(device, Trace())
-    peak = recorded_peak_reserved(segments, trace)
+def _history(recording: Recording, device: int, streams: Streams, *, recorded: bool) -> History:
+    segments = [segment for segment in recording.segments if segment.device == device]
+    trace = recording.traces.get(device, Trace())
+    levels = _reserved_levels(segments, trace)
+    peak = trace.peak_reserved if levels is None else max(levels)
     walk = _Walk(segments, trace, streams)
-    if not recorded or not walk.events:
-        return History(device, STATE_ONLY, walk.events, Steps(), peak)
-    steps = walk.run()
-    reason = walk.missing_kinds()
-    return History(device, reason, walk.events, Steps() if reason else steps, peak)
+    steps, reason = Steps(), None
+    if recorded and walk.events:
+        steps = walk.run()
+        reason = walk.missing_kinds()
+    else:
+        reason = STATE_ONLY
+    is_expandable = "segment_map" in trace.actions or any(segment.is_expandable for segment in segments)
+    return History(
+        device,
+        reason,
+        walk.events,
+        Steps() if reason else steps,
+        peak,
+        "expandable" if is_expandable else "native",
+        _recorded_limit(trace, levels),
+        memory_state(segments),
+        tuple(walk.frames),
+    )
 
 
-def recorded_peak_reserved(segments: Sequence[Segment], trace: Trace) -> int | None:
-    """Walk back from the final segments and return the most bytes that were reserved at any moment of the recording.
+def _reserved_levels(segments: Sequence[Segment], trace: Trace) -> list[int] | None:
+    """Walk back from the final segments and return the bytes reserved before each event, and those in the end.
 
-    Without events of segments this is what was reserved in the end. None if the file shows no segment at all.
+    Without events of segments that is what was reserved in the end. None if the file shows no segment at all.
     """
     changes = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-    reserved = peak = sum(segment.size for segment in segments)
-    shown = bool(segments)
+    if not segments and changes.keys().isdisjoint(trace.actions):
+        return None
+    levels = [sum(segment.size for segment in segments)]
     for action, size in zip(reversed(trace.actions), reversed(trace.sizes), strict=True):
-        if action in changes:
-            shown = True
-            reserved -= changes[action] * size
-            peak = max(peak, reserved)
-    return peak if shown else None
+        levels.append(levels[-1] - changes.get(action, 0) * size)
+    levels.reverse()
+    return levels
+
+
+def _recorded_limit(trace: Trace, levels: Sequence[int] | None) -> int | None:
+    """Return what could be reserved when allocations failed.
+
+    What the driver had free counts only if it was too little for the request: else a limit of the program's own was
+    met, and all that is known of it is that it was not below what had been reserved.
+    """
+    limits = []
+    for index, action in enumerate(trace.actions):
+        if action == "oom" and levels is not None:
+            free = trace.device_free[index]
+            is_full = free is not None and free < trace.sizes[index]
+            limits.append(levels[index] + (free if is_full and free is not None else 0))
+    return max(*limits, *(levels or ())) if limits and max(limits) > 0 else None
 
 
 class _Walk:
@@ -112,6 +149,9 @@ class _Walk:
         self._times_us = _times_us(
             None if trace.times_us is None else [trace.times_us[index] for index in chosen], chosen
         )
+        self._event_frames = [trace.frames[index] for index in chosen] if trace.frames else []
+        self.frames: list[object] = []
+        """By allocation, where frames are kept."""
         pools = [trace.pools[index] for index in chosen]
         self._pools = infer_pools(segments, self._actions, self._addresses, self._raw_streams, pools)
 
@@ -174,7 +214,7 @@ class _Walk:
             self._free(index, address, Kind.FREE)
         self._complete(address, self._times_us[index])
         self._freed_older.discard(address)
-        self._live[address] = self._number()
+        self._live[address] = self._number(self._event_frames[index] if self._event_frames else None)
         self._steps.add(Kind.ALLOCATE, self._live[address], *self._request(index))
 
     def _complete(self, address: int, time_us: int) -> None:
@@ -189,7 +229,7 @@ class _Walk:
             if address in self._freed_older:
                 self._frees_without_block += 1
                 return
-            allocation = self._number()
+            allocation = self._number(None)
             self._freed_older.add(address)
             size, stream, pool, _ = self._request(index)
             self._older.add(Kind.ALLOCATE, allocation, size, stream, pool, 0)
@@ -210,7 +250,7 @@ class _Walk:
             for block in segment.active:
                 if block.address not in self._live and block.address not in self._waiting:
                     stream, pool = self._stream(segment.stream), self._pool(segment.pool)
-                    outlived.add(Kind.ALLOCATE, self._number(), block.size, stream, pool, 0)
+                    outlived.add(Kind.ALLOCATE, self._number(block.frames), block.requested, stream, pool, 0)
         return outlived
 
     def _request(self, index: int) -> tuple[int, int, int, int]:
@@ -218,7 +258,9 @@ class _Walk:
         stream, pool = self._stream(self._raw_streams[index]), self._pool(self._pools[index])
         return self._sizes[index], stream, pool, self._times_us[index]
 
-    def _number(self) -> int:
+    def _number(self, frames: object) -> int:
+        if self._event_frames:
+            self.frames.append(frames)
         self._allocations += 1
         return self._allocations - 1
 

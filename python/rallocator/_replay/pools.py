@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rallocator._replay.snapshot import DEFAULT_POOL, PoolPair, Segment
+from rallocator._replay.recording import DEFAULT_POOL, PoolPair, Segment
 
 
 def infer_pools(
@@ -23,9 +23,9 @@ def infer_pools(
     """
     pools = [DEFAULT_POOL if pool is None else pool for pool in recorded]
     places = {
-        (segment.stream, address): segment.pool
+        (segment.stream, block.address): segment.pool
         for segment in segments
-        for address in segment.addresses
+        for block in segment.blocks
         if segment.pool != DEFAULT_POOL
     }
     ends = {(segment.stream, block.address): segment.pool for segment in segments for block in segment.active}

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from rallocator._replay.state import MemoryState
+
 SCHEMA = 1
 """The version of the rows' JSON. Within it fields may be added, never changed."""
 
@@ -60,10 +62,13 @@ class ReplayRow:
     """The most bytes of addresses that had memory behind them; memory at two addresses counts twice."""
     minimum_budget: int | None = None
     """The smallest budget in bytes without a failure; None when it was not looked for."""
+    state: MemoryState | None = None
+    """The device's memory when the recording ended; None if the file shows no segment."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON has it: bytes and microseconds are whole numbers."""
-        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+        state = None if self.state is None else self.state.to_json()
+        return {"schema": SCHEMA, **dataclasses.asdict(self), "state": state}
 
 
 @dataclass(frozen=True, slots=True)

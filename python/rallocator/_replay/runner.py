@@ -3,126 +3,120 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rallocator import _core
-from rallocator._replay.history import History, Streams, histories
+from rallocator._replay.history import History, histories
+from rallocator._replay.reader import read_recording
 from rallocator._replay.result import ReplayResult, ReplayRow
-from rallocator._replay.snapshot import read_snapshot
-from rallocator._sizes import parse_size
-from rallocator.errors import ConfigError, RallocatorError
+from rallocator._replay.settings import DEFAULT_LAG_MS, POLICIES, ReplaySettings
+from rallocator.errors import RallocatorError
 
-POLICIES = ("native", "expandable", "rallocator")
-"""The policies that a history can be replayed under."""
-
-DEFAULT_LAG_MS = 20.0
-"""How long after it was queued work is taken to end: a training step's worth of kernels in front of the GPU."""
-
-DECIDED_ELSEWHERE = frozenset({"policy", "per_process_memory_fraction", "history_limit", "peers"})
-"""Settings that are the replay's own business: the policy is named for each, and a budget is its memory limit."""
-
-MAX_LAG_MS = 1e9
-"""The longest lag that is accepted, about eleven days."""
+_FIGURES = {field.name for field in dataclasses.fields(ReplayRow)}
 
 
 @dataclass(frozen=True, slots=True)
-class ReplaySettings:
-    """How histories are replayed, checked."""
-
-    policies: tuple[str, ...]
-    budget_bytes: int | None
-    config: str
-    streams: Streams
-    lag_us: int
-    without_effect: tuple[str, ...]
-    """Keys of `config` that a replay does not look at."""
-
-    @staticmethod
-    def check(
-        policies: Sequence[str],
-        budget: int | str | None,
-        config: str | None,
-        streams: str,
-        lag_ms: float,
-    ) -> ReplaySettings:
-        """Check what a user asked for; see `replay` for the arguments and errors."""
-        names = [policies] if isinstance(policies, str) else list(policies)
-        unknown = [name for name in names if name not in POLICIES]
-        if unknown or not names:
-            named = repr(unknown[0]) if unknown else "none"
-            raise ConfigError(f"policy {named} cannot be replayed; choose from {', '.join(POLICIES)}")
-        if streams not in {choice.value for choice in Streams}:
-            raise ConfigError(f"streams is keep or merge, not {streams!r}")
-        if not (math.isfinite(lag_ms) and 0 <= lag_ms <= MAX_LAG_MS):
-            raise ConfigError(f"the lag is between 0 and {MAX_LAG_MS:.0f} ms, not {lag_ms}")
-        try:
-            budget_bytes = None if budget is None else parse_size(budget)
-        except ValueError as error:
-            raise ConfigError(f"budget: {error}") from error
-        parsed = _core.parse_config(config or "")
-        without_effect = (*parsed.inert, *(key for key, _ in parsed.given if key in DECIDED_ELSEWHERE))
-        unique = tuple(dict.fromkeys(names))
-        lag_us = round(lag_ms * 1000)
-        return ReplaySettings(unique, budget_bytes, config or "", Streams(streams), lag_us, without_effect)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayJob:
-    """One device's history to be replayed under one policy."""
+class Subject:
+    """One device's history, with its steps packed for the core, and how it is to be replayed."""
 
     file: str
     history: History
-    policy: str
     settings: ReplaySettings
+    steps: _core.ReplaySteps | None
+    """None where there is nothing to replay."""
 
-    def run(self) -> ReplayRow:
-        """Replay it. Other Python threads run meanwhile."""
+    def asked(self, policy: str, **changes: int | str | None) -> dict[str, Any]:
+        """Return how to replay under a policy, as the core takes it, with some of it changed."""
+        settings = self.settings
+        return {
+            "policy": policy,
+            "config": settings.config,
+            "budget_bytes": settings.budget_bytes,
+            "lag_us": settings.lag_us,
+            "handle_granularity_bytes": settings.handle_bytes,
+            "empty_cache_before": None,
+            "late_from": None,
+            **changes,
+        }
+
+    def figures(
+        self, policy: str, steps: _core.ReplaySteps | None = None, **changes: int | str | None
+    ) -> dict[str, Any]:
+        """Replay under a policy, and return the core's figures. Other Python threads run meanwhile.
+
+        Arguments:
+            policy: which.
+            steps: other steps than those of the history.
+            changes: what is to differ from the settings, by the core's names.
+        """
+        steps = steps or self.steps
+        if steps is None:
+            raise ValueError(f"{self.file}, device {self.history.device}, cannot be replayed")
+        try:
+            return steps.replay(self.asked(policy, **changes))
+        except RuntimeError as error:
+            raise self._defect(policy, error) from error
+
+    def row(self, policy: str) -> ReplayRow:
+        """Replay under a policy, and look for the smallest budget if that is asked for."""
         history = self.history
         row = ReplayRow(
             self.file,
             history.device,
-            self.policy,
+            policy,
             replayable=history.reason is None,
             reason=history.reason,
             events=history.events,
             recorded_peak_reserved=history.recorded_peak_reserved,
+            state=history.state,
         )
-        if history.reason is not None:
+        if self.steps is None:
             return row
-        steps = history.steps
-        try:
-            figures = _core.replay(
-                kinds=steps.kinds,
-                allocations=steps.allocations,
-                sizes=steps.sizes,
-                streams=steps.streams,
-                pools=steps.pools,
-                times_us=steps.times_us,
-                uses_end_us=steps.uses_end_us,
-                policy=self.policy,
-                config=self.settings.config,
-                budget_bytes=self.settings.budget_bytes,
-                lag_us=self.settings.lag_us,
-            )
-        except RuntimeError as error:
-            raise RallocatorError(
-                f"a defect of rallocator: replaying {self.file}, device {history.device}, under {self.policy}: {error}"
-            ) from error
+        figures = {name: figure for name, figure in self.figures(policy).items() if name in _FIGURES}
+        if self.settings.minimum:
+            figures["minimum_budget"] = self.minimum_budget(policy)
         return dataclasses.replace(row, **figures)
 
+    def minimum_budget(self, policy: str) -> int | None:
+        """Return the smallest budget under which no allocation fails; None if there is none."""
+        if self.steps is None:
+            return None
+        try:
+            return self.steps.minimum_budget(self.asked(policy))
+        except RuntimeError as error:
+            raise self._defect(policy, error) from error
 
-def jobs(path: str | os.PathLike[str], settings: ReplaySettings) -> list[ReplayJob]:
-    """Read a file and return what there is to replay: each device's history under each policy.
+    def _defect(self, policy: str, error: RuntimeError) -> RallocatorError:
+        place = f"{self.file}, device {self.history.device}, under {policy}"
+        return RallocatorError(f"a defect of rallocator: replaying {place}: {error}")
+
+
+def subjects(path: str | os.PathLike[str], settings: ReplaySettings, *, keep_frames: bool = False) -> list[Subject]:
+    """Read a file and return what there is to replay, device by device.
 
     Raises:
-        SnapshotError: the file is unreadable, damaged, or no snapshot.
+        SnapshotError: the file is unreadable, damaged, or of no known kind.
     """
-    found = histories(read_snapshot(Path(path)), settings.streams)
-    return [ReplayJob(os.fspath(path), history, policy, settings) for history in found for policy in settings.policies]
+    recording = read_recording(Path(path), settings.max_size_bytes, keep_frames=keep_frames)
+    found = histories(recording, settings.streams)
+    # What was read may be large, and is needed no more.
+    del recording
+    return [
+        Subject(os.fspath(path), history, settings, history.steps.packed() if history.reason is None else None)
+        for history in found
+    ]
+
+
+def replay_subjects(found: Sequence[Subject]) -> list[ReplayRow]:
+    """Replay each history under each policy, as many at a time as there are processors."""
+    jobs = [(subject, policy) for subject in found for policy in subject.settings.policies]
+    with ThreadPoolExecutor(max_workers=max(1, min(len(jobs), os.cpu_count() or 1))) as pool:
+        return list(pool.map(lambda job: job[0].row(job[1]), jobs))
 
 
 def replay(
@@ -133,6 +127,9 @@ def replay(
     config: str | None = None,
     streams: str = "keep",
     lag_ms: float = DEFAULT_LAG_MS,
+    handle_size: int | str | None = None,
+    minimum: bool = False,
+    max_size: int | str | None = None,
 ) -> ReplayResult:
     """Replay a recorded history on a simulated GPU, with the allocator's own code.
 
@@ -140,7 +137,8 @@ def replay(
     than the recording are placed first. Needs no GPU and no torch.
 
     Arguments:
-        path: a memory snapshot of torch (`torch.cuda.memory._dump_snapshot`), plain, gzip or xz.
+        path: a memory snapshot of torch (`torch.cuda.memory._dump_snapshot`), a Chrome trace of its profiler with
+            `[memory]` events, or a log of RMM's `LoggingResourceAdaptor`; plain, gzip or xz.
         policies: the policies to replay under: "native" (torch's default rules), "expandable" (torch's rules for
             expandable segments), "rallocator" (our own, the default).
         budget: bytes that may be reserved, as a number or as text such as "24GiB"; what goes beyond is out of memory.
@@ -150,14 +148,27 @@ def replay(
         streams: "keep" the recorded streams, or "merge" them into one.
         lag_ms: milliseconds after it was queued that work is taken to end. A block that another stream used too is
             reusable from the recorded completion of its free on, whatever the lag.
+        handle_size: what sizes of physical handles are multiples of on the simulated GPU, a power of two. None: 2 MiB,
+            as on real ones. Policy "native" uses no handles.
+        minimum: whether to look for each policy's `minimum_budget` too, by some fifteen more replays.
+        max_size: unpacked bytes after which a file is refused, so that a small one cannot fill the memory. None: 4 GiB.
 
     Returns:
         A row of figures for each device of the file under each policy. A file that holds a state but no history gives
-        rows with `replayable` False and the reason.
+        rows with `replayable` False and the reason, and what the state tells by itself.
 
     Raises:
-        SnapshotError: the file is unreadable, damaged, or no snapshot.
+        SnapshotError: the file is unreadable, damaged, or of no known kind.
         ConfigError: a policy, budget, setting or option that there is not.
     """
-    settings = ReplaySettings.check(policies, budget, config, streams, lag_ms)
-    return ReplayResult(tuple(job.run() for job in jobs(path, settings)))
+    settings = ReplaySettings.check(
+        policies,
+        budget,
+        config,
+        streams,
+        lag_ms,
+        handle_size=handle_size,
+        minimum=minimum,
+        max_size=max_size,
+    )
+    return ReplayResult(tuple(replay_subjects(subjects(path, settings))))

@@ -1,4 +1,4 @@
-"""What a snapshot says, checked: its final segments, and its events device by device.
+"""Reads torch's memory snapshots, checked.
 
 Every layout since torch 2.0 is read by the presence of its keys, never by a version number. Keys that a replay does not
 need are not looked at, so that a damaged stack frame is no reason to refuse a file.
@@ -6,104 +6,47 @@ need are not looked at, so that a damaged stack frame is no reason to refuse a f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TypeAlias, cast
+from collections.abc import Iterable, Sequence
+from typing import cast
 
-from rallocator._replay.container import DEFAULT_LIMIT_BYTES, chunks
+from rallocator._replay.recording import DEFAULT_POOL, MAX_SIZE_BYTES, Block, PoolPair, Recording, Segment, Trace
 from rallocator._replay.unpickle import load
 from rallocator.errors import SnapshotError
 
-MAX_SIZE_BYTES = 1 << 48
-"""Bytes of one block or segment that are taken for real: 256 TiB, more than the address space of any GPU in use."""
-
 MAX_DEVICES = 1024
 """Devices of one file; no machine has as many."""
-
-PoolPair: TypeAlias = tuple[int, int]
-"""A memory pool's name, as torch writes it. (0, 0) is the default pool."""
-
-DEFAULT_POOL: PoolPair = (0, 0)
 
 _ADDRESS_RANGE = range(-(1 << 63), 1 << 64)
 """Addresses and streams are 64-bit numbers; some writers give them a sign."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A piece of a segment that was in use when the snapshot was taken."""
-
-    address: int
-    size: int
-    """Bytes that the program asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Memory that torch held when the snapshot was taken."""
-
-    device: int
-    size: int
-    stream: int
-    pool: PoolPair
-    active: tuple[Block, ...]
-    addresses: tuple[int, ...]
-    """Where each block begins, free ones too."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """The events of one device, column by column, in the order in which they were recorded."""
-
-    actions: list[str] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    streams: list[int] = field(default_factory=list)
-    pools: list[PoolPair | None] = field(default_factory=list)
-    times_us: list[int] | None = field(default_factory=list)
-    """None for files older than torch 2.2, which carry no times."""
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A recorded history, or a state without one."""
-
-    segments: tuple[Segment, ...]
-    traces: dict[int, Trace]
-    """By device; only devices that have events."""
-
-    def devices(self) -> list[int]:
-        """Return every device that the file tells something of, in order."""
-        return sorted({segment.device for segment in self.segments} | set(self.traces))
-
-
-def read_snapshot(path: Path, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> Snapshot:
+def read_snapshot(chunks: Iterable[bytes], *, keep_frames: bool = False) -> Recording:
     """Read a memory snapshot of torch.
 
     Arguments:
-        path: a pickle as `torch.cuda.memory._dump_snapshot` writes it, or of the list that
-            `torch.cuda.memory_snapshot` returns; plain, gzip or xz.
-        limit_bytes: unpacked bytes after which the file is refused.
+        chunks: the content of a pickle as `torch.cuda.memory._dump_snapshot` writes it, or of the list that
+            `torch.cuda.memory_snapshot` returns.
+        keep_frames: whether to keep the stacks of events and blocks, unchecked.
 
     Raises:
-        SnapshotError: the file is unreadable, damaged, or no snapshot; one line that says what is wrong with it.
+        SnapshotError: the content is damaged, or no snapshot; one line that says what is wrong with it.
     """
-    top = load(chunks(path, limit_bytes))
+    top = load(chunks)
     if isinstance(top, list):
-        return Snapshot(_segments(top), {})
+        return Recording(_segments(top, keep_frames=keep_frames), {})
     if not isinstance(top, dict) or not ("segments" in top or "device_traces" in top):
         raise SnapshotError("not a memory snapshot: neither segments nor device_traces in it")
-    segments = _segments(_list(top.get("segments", []), "segments"))
-    return Snapshot(segments, _traces(_list(top.get("device_traces", []), "device_traces")))
+    segments = _segments(_list(top.get("segments", []), "segments"), keep_frames=keep_frames)
+    traces = _traces(_list(top.get("device_traces", []), "device_traces"), keep_frames=keep_frames)
+    return Recording(segments, traces)
 
 
-def _segments(entries: Sequence[object]) -> tuple[Segment, ...]:
+def _segments(entries: Sequence[object], *, keep_frames: bool) -> tuple[Segment, ...]:
     _refuse_multiplied(entries, "blocks")
-    return tuple(_segment(entry, f"segment {index}") for index, entry in enumerate(entries))
+    return tuple(_segment(entry, f"segment {index}", keep_frames) for index, entry in enumerate(entries))
 
 
-def _segment(entry: object, where: str) -> Segment:
+def _segment(entry: object, where: str, keep_frames: bool) -> Segment:
     if not isinstance(entry, dict):
         raise SnapshotError(f"{where} is not a dictionary")
     device = _integer(entry.get("device", 0), range(MAX_DEVICES), f"{where}: device")
@@ -111,8 +54,7 @@ def _segment(entry: object, where: str) -> Segment:
     total = _integer(entry.get("total_size"), range(MAX_SIZE_BYTES + 1), f"{where}: total_size")
     stream = _integer(entry.get("stream", 0), _ADDRESS_RANGE, f"{where}: stream")
     pool = _pool(entry.get("segment_pool_id", DEFAULT_POOL), f"{where}: segment_pool_id")
-    active: list[Block] = []
-    addresses: list[int] = []
+    blocks: list[Block] = []
     next_address = base
     for index, block in enumerate(_list(entry.get("blocks", []), f"{where}: blocks")):
         if not isinstance(block, dict):
@@ -120,12 +62,22 @@ def _segment(entry: object, where: str) -> Segment:
         size = _integer(block.get("size"), range(MAX_SIZE_BYTES + 1), f"{where}: block {index}: size")
         # Blocks have no address of their own before torch 2.1: they follow each other without a gap.
         address = _integer(block.get("address", next_address), _ADDRESS_RANGE, f"{where}: block {index}: address")
-        addresses.append(address)
         # "active_allocated", and "active_pending_free" while another stream may still use it.
-        if str(block.get("state", "")).startswith("active"):
-            active.append(Block(address, _requested_size(block, size)))
+        state = str(block.get("state", ""))
+        is_active, is_pending = state.startswith("active"), state.startswith("active") and state != "active_allocated"
+        requested = _requested_size(block, size) if is_active else size
+        frames = _block_frames(block) if keep_frames and is_active else None
+        blocks.append(Block(address, size, requested, is_active, is_pending, frames))
         next_address = address + size
-    return Segment(device, total, stream, pool, tuple(active), tuple(addresses))
+    return Segment(device, base, total, stream, pool, entry.get("is_expandable") is True, tuple(blocks))
+
+
+def _block_frames(block: dict[str, object]) -> object:
+    """Return a block's stack; torch 2.0 has it in the block's history."""
+    history = block.get("history")
+    if "frames" not in block and isinstance(history, list) and history and isinstance(history[0], dict):
+        return history[0].get("frames")
+    return block.get("frames")
 
 
 def _requested_size(block: dict[str, object], size: int) -> int:
@@ -137,7 +89,7 @@ def _requested_size(block: dict[str, object], size: int) -> int:
     return requested if type(requested) is int and 0 < requested <= size else size
 
 
-def _traces(lists: Sequence[object]) -> dict[int, Trace]:
+def _traces(lists: Sequence[object], *, keep_frames: bool) -> dict[int, Trace]:
     if len(lists) > MAX_DEVICES:
         raise SnapshotError(f"device_traces has {len(lists)} devices")
     seen: set[int] = set()
@@ -150,13 +102,16 @@ def _traces(lists: Sequence[object]) -> dict[int, Trace]:
             raise SnapshotError(f"device_traces[{device}] is the list of another device")
         seen.add(id(events))
         traces[device] = _trace(events, device)
+        traces[device].times_us = _times_us(events, device)
+        traces[device].device_free = [_device_free(entry) for entry in events]
+        if keep_frames:
+            traces[device].frames = _frames(events)
     return traces
 
 
 def _trace(entries: Sequence[object], device: int) -> Trace:
     trace = Trace()
-    times_us: list[int] | None = trace.times_us
-    size_range, time_range = range(MAX_SIZE_BYTES + 1), range(1 << 63)
+    size_range = range(MAX_SIZE_BYTES + 1)
     for index, entry in enumerate(entries):
         if not isinstance(entry, dict):
             raise SnapshotError(f"{_event(device, index)} is not a dictionary")
@@ -177,15 +132,29 @@ def _trace(entries: Sequence[object], device: int) -> Trace:
         trace.sizes.append(min(size, MAX_SIZE_BYTES))
         trace.streams.append(cast("int", stream))
         trace.pools.append(None if pool is None else _pool(pool, f"{_event(device, index)}: pool_id"))
-        if times_us is not None:
-            time_us = entry.get("time_us")
-            if time_us is None:
-                times_us = None
-                continue
-            if type(time_us) is not int or time_us not in time_range:
-                _integer(time_us, time_range, f"{_event(device, index)}: time_us")
-            times_us.append(time_us)
-    return Trace(trace.actions, trace.addresses, trace.sizes, trace.streams, trace.pools, times_us)
+    return trace
+
+
+def _times_us(entries: Sequence[object], device: int) -> list[int] | None:
+    """Return the time of each event; None if one has none, as before torch 2.2."""
+    times = [entry.get("time_us") if isinstance(entry, dict) else None for entry in entries]
+    time_range = range(1 << 63)
+    for index, time_us in enumerate(times):
+        if time_us is None:
+            return None
+        if type(time_us) is not int or time_us not in time_range:
+            _integer(time_us, time_range, f"{_event(device, index)}: time_us")
+    return cast("list[int]", times)
+
+
+def _frames(entries: Sequence[object]) -> list[object]:
+    return [entry.get("frames") if isinstance(entry, dict) else None for entry in entries]
+
+
+def _device_free(entry: object) -> int | None:
+    """Return the bytes that the driver had free when memory ran out, if the event is one of that and tells."""
+    free = entry.get("device_free") if isinstance(entry, dict) else None
+    return free if type(free) is int and 0 <= free <= MAX_SIZE_BYTES else None
 
 
 def _event(device: int, index: int) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from rallocator import _core
+
 
 class Kind(enum.IntEnum):
     """What a step does. The numbers are those that `crates/pybind/src/replay.rs` reads."""
@@ -55,4 +57,16 @@ class Steps:
             self.pools + later.pools,
             self.times_us + later.times_us,
             self.uses_end_us + later.uses_end_us,
+        )
+
+    def packed(self) -> _core.ReplaySteps:
+        """Return the steps as the core takes them: packed once, and replayed as often as need be."""
+        return _core.ReplaySteps(
+            kinds=self.kinds,
+            allocations=self.allocations,
+            sizes=self.sizes,
+            streams=self.streams,
+            pools=self.pools,
+            times_us=self.times_us,
+            uses_end_us=self.uses_end_us,
         )

@@ -11,15 +11,21 @@ fn allocate(time_us: u64, allocation: usize, size: u64) -> Step {
     allocate_for(time_us, allocation, size, StreamHandle::DEFAULT, None)
 }
 
-fn allocate_for(time_us: u64, allocation: usize, size: u64, stream: StreamHandle, pool: Option<PoolId>) -> Step {
+pub(super) fn allocate_for(
+    time_us: u64,
+    allocation: usize,
+    size: u64,
+    stream: StreamHandle,
+    pool: Option<PoolId>,
+) -> Step {
     Step { time_us, action: Action::Allocate { allocation, size, stream, pool } }
 }
 
-fn free(time_us: u64, allocation: usize) -> Step {
+pub(super) fn free(time_us: u64, allocation: usize) -> Step {
     Step { time_us, action: Action::Free { allocation, used_elsewhere_until_us: None } }
 }
 
-fn free_used_until(time_us: u64, allocation: usize, end_us: u64) -> Step {
+pub(super) fn free_used_until(time_us: u64, allocation: usize, end_us: u64) -> Step {
     Step { time_us, action: Action::Free { allocation, used_elsewhere_until_us: Some(end_us) } }
 }
 
@@ -27,8 +33,8 @@ fn retry(time_us: u64, size: u64) -> Step {
     Step { time_us, action: Action::Try { size, stream: StreamHandle::DEFAULT, pool: None } }
 }
 
-fn options(policy: Policy, budget_bytes: Option<u64>) -> Options {
-    Options { config: Config { policy, ..Config::default() }, budget_bytes, lag_us: 20_000 }
+pub(super) fn options(policy: Policy, budget_bytes: Option<u64>) -> Options {
+    Options { config: Config { policy, ..Config::default() }, budget_bytes, ..Options::default() }
 }
 
 /// Replays under a policy and checks what holds for every replay.
@@ -180,4 +186,45 @@ fn steps_that_name_no_live_allocation_are_the_callers_mistake() {
     assert_eq!(refused(&twice), "step 2 names allocation 0, which was freed before");
     let again = [allocate(0, 0, 1), allocate(1, 0, 1)];
     assert_eq!(refused(&again), "step 1 names allocation 0, which was made before");
+}
+
+#[test]
+fn smallest_budget_is_that_of_the_most_held_at_once_rounded_up() {
+    let steps = [allocate(0, 0, 60 * MIB), allocate(1, 1, 40 * MIB), free(2, 1), free(3, 0), allocate(4, 2, 90 * MIB)];
+    for policy in [Policy::Native, Policy::Rallocator] {
+        assert_eq!(minimum_budget(&steps, &options(policy, None)).unwrap(), Some(100 * MIB));
+    }
+    assert_eq!(minimum_budget(&[], &options(Policy::Native, None)).unwrap(), Some(2 * MIB));
+    let refused = [allocate(0, 0, GIB), retry(1, 2 * GIB)];
+    assert_eq!(minimum_budget(&refused, &options(Policy::Native, None)).unwrap(), Some(3 * GIB));
+    let impossible = [allocate(0, 0, 1 << 59)];
+    assert_eq!(minimum_budget(&impossible, &options(Policy::Native, None)).unwrap(), None);
+}
+
+#[test]
+fn replay_stops_at_the_first_failure_if_asked() {
+    let steps = [allocate(0, 0, 80 * MIB), allocate(1, 1, 80 * MIB), free(2, 0), allocate(3, 2, 90 * MIB)];
+    let all = replay(&steps, &options(Policy::Native, Some(100 * MIB))).unwrap();
+    let stopping = Options { stop_at_failure: true, ..options(Policy::Native, Some(100 * MIB)) };
+    let first = replay(&steps, &stopping).unwrap();
+    assert_eq!((all.peak_allocated, first.peak_allocated), (90 * MIB, 80 * MIB));
+    assert_eq!((all.ooms, first.ooms), (1, 1));
+}
+
+#[test]
+fn emptied_cache_is_no_longer_reserved_afterwards() {
+    let steps = [allocate(0, 0, 80 * MIB), free(1, 0), allocate(100_000, 1, 30 * MIB), free(100_001, 1)];
+    let late = Options { late_from: Some(2), ..options(Policy::Expandable, None) };
+    let kept = replay(&steps, &late).unwrap();
+    let emptied = replay(&steps, &Options { empty_cache_before: Some(2), ..late }).unwrap();
+    assert_eq!((kept.peak_reserved_late, emptied.peak_reserved_late), (80 * MIB, 40 * MIB));
+    assert_eq!(kept.peak_reserved, emptied.peak_reserved);
+}
+
+#[test]
+fn handles_are_multiples_of_the_granularity() {
+    let steps = [allocate(0, 0, 3 * MIB)];
+    let with = |bytes| Options { handle_granularity_bytes: bytes, ..options(Policy::Rallocator, None) };
+    assert_eq!(replay(&steps, &with(2 * MIB)).unwrap().peak_reserved, 4 * MIB);
+    assert_eq!(replay(&steps, &with(16 * MIB)).unwrap().peak_reserved, 16 * MIB);
 }
