@@ -21,10 +21,11 @@ from rallocator._memory import empty_cache, reset_peak_stats, snapshot, stats
 
 if TYPE_CHECKING:
     from rallocator import testing
-    from rallocator._replay import replay
+    from rallocator._replay import ReplayResult, replay
 
 __all__ = [
     "Config",
+    "ReplayResult",
     "__version__",
     "attached",
     "empty_cache",
@@ -43,8 +44,8 @@ def __getattr__(name: str) -> object:
     # Loaded at their first use: a training script needs neither, and should not pay for them at its start.
     if name == "testing":
         return importlib.import_module("rallocator.testing")
-    if name == "replay":
-        return importlib.import_module("rallocator._replay").replay
+    if name in ("replay", "ReplayResult"):
+        return getattr(importlib.import_module("rallocator._replay"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rallocator._cli.console import print_json, print_table, print_text, progress, warn
-from rallocator._replay import MemoryState, ReplayRow, ReplaySettings, replay_subjects, subjects
+from rallocator._replay import Advice, MemoryState, ReplayResult, ReplayRow, ReplaySettings, replay_file
 from rallocator._sizes import format_size
 from rallocator.errors import SnapshotError
+
+LINE_WIDTH = 79
+"""Columns of running text, so that it fits a terminal of 80."""
 
 MOST_POOLS = 8
 """Pools of a state that are listed; the JSON has all."""
@@ -20,14 +24,14 @@ MOST_POOLS = 8
 class Answer:
     """What came of all files."""
 
-    rows: list[ReplayRow] = field(default_factory=list)
+    results: list[ReplayResult] = field(default_factory=list)
     unreadable: int = 0
     """Files that could not be read. The others are answered all the same."""
 
     @property
     def fits(self) -> bool:
         """Whether each history runs to its end without a failed allocation under one of its policies at least."""
-        return all(any(row.ooms == 0 for row in group) for group in groups(self.rows).values() if group[0].replayable)
+        return all(result.fits for result in self.results)
 
 
 def run(files: Sequence[Path], settings: ReplaySettings, *, as_json: bool) -> Answer:
@@ -38,15 +42,18 @@ def run(files: Sequence[Path], settings: ReplaySettings, *, as_json: bool) -> An
     with progress("Replaying", len(files)) as file_done:
         for file in files:
             try:
-                answer.rows += replay_subjects(subjects(file, settings))
+                answer.results.append(replay_file(file, settings).without_steps())
             except SnapshotError as error:
                 answer.unreadable += 1
                 warn(f"{os.fspath(file)}: {error}")
             file_done()
     if as_json:
-        print_json([row.to_json() for row in answer.rows])
-    else:
-        print_rows(answer.rows, settings)
+        print_json([row for result in answer.results for row in result.to_json()])
+        return answer
+    for number, result in enumerate(answer.results):
+        if number:
+            print_text("")
+        print_rows(result.rows, settings, result.advice)
     return answer
 
 
@@ -58,12 +65,17 @@ def groups(rows: Sequence[ReplayRow]) -> dict[tuple[str, int], list[ReplayRow]]:
     return found
 
 
-def print_rows(rows: Sequence[ReplayRow], settings: ReplaySettings | None = None) -> None:
+def print_rows(
+    rows: Sequence[ReplayRow],
+    settings: ReplaySettings | None = None,
+    advice: Mapping[int, Sequence[Advice]] | None = None,
+) -> None:
     """Print a table for each device of each file.
 
     Arguments:
         rows: what to print.
         settings: what was asked for, if more than the figures of a plain replay.
+        advice: what is to be said about each device.
     """
     tables = groups(rows)
     several_devices = {file for file, device in tables if device > 0}
@@ -73,6 +85,8 @@ def print_rows(rows: Sequence[ReplayRow], settings: ReplaySettings | None = None
         name = f"{file}, device {device}" if file in several_devices else file
         if group[0].replayable:
             _print_figures(name, group, settings)
+            for one in (advice or {}).get(device, ()):
+                _print_advice(one)
         else:
             print_text(f"{name}: cannot be replayed: {group[0].reason}")
             if group[0].state is not None:
@@ -91,6 +105,14 @@ def _print_figures(name: str, rows: Sequence[ReplayRow], settings: ReplaySetting
         fitting = [row.policy for row in rows if row.ooms == 0]
         budget = format_size(settings.budget_bytes)
         print_text(f"Fits in {budget} under {', '.join(fitting)}." if fitting else f"Does not fit in {budget}.")
+
+
+def _print_advice(advice: Advice) -> None:
+    finding, *remedies = advice.lines()
+    print_text("")
+    print_text(*textwrap.wrap(finding, LINE_WIDTH))
+    for remedy in remedies:
+        print_text(*textwrap.wrap(remedy, LINE_WIDTH, initial_indent="- ", subsequent_indent="  "))
 
 
 def _print_state(state: MemoryState) -> None:

@@ -1,82 +1,139 @@
-"""What a replay found out."""
+"""`rallocator.replay` and what it returns."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from rallocator._replay.state import MemoryState
-
-SCHEMA = 1
-"""The version of the rows' JSON. Within it fields may be added, never changed."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayRow:
-    """One device of one file under one policy. Figures are None where the history cannot be replayed."""
-
-    file: str
-    """The file, as it was named to the replay."""
-    device: int
-    """The device's index in the recording."""
-    policy: str
-    """The policy under which it was replayed."""
-    replayable: bool
-    """Whether the file holds a history of this device."""
-    reason: str | None
-    """Why it does not; None when it does."""
-    events: int
-    """Recorded events of blocks: allocations, both halves of frees, failed allocations."""
-    recorded_peak_reserved: int | None
-    """Bytes that torch had reserved at most while it recorded, as far as the file shows."""
-    peak_requested: int | None = None
-    """The most bytes that the program had asked for and not given back, or given back but not yet finished with."""
-    peak_allocated: int | None = None
-    """The most bytes that were allocated, each request rounded up to 512 bytes: the same for every policy."""
-    peak_active: int | None = None
-    """The most bytes of blocks that were in use, or freed but still in use by another stream."""
-    peak_reserved: int | None = None
-    """The most bytes that were obtained from the driver and not returned."""
-    peak_device: int | None = None
-    """The same as the simulated GPU counts it."""
-    utilization: float | None = None
-    """`peak_allocated / peak_reserved`; None also when nothing was reserved."""
-    ooms: int | None = None
-    """Allocations that failed. Each was left out, and so was its free."""
-    retries: int | None = None
-    """Times that cached memory was returned to the driver to try again."""
-    host_waits: int | None = None
-    """Times that the program would have had to wait for the GPU."""
-    host_wait_us: int | None = None
-    """Microseconds spent in these."""
-    gpu_waits: int | None = None
-    """Times that a stream was made to wait for another one on the GPU."""
-    driver_calls: dict[str, int] | None = field(default=None, hash=False)
-    """Calls of the driver, by CUDA's name."""
-    driver_time_us: int | None = None
-    """Microseconds that these calls take on the simulated GPU, waits for queued work left out."""
-    handles_moved: int | None = None
-    """Pieces of physical memory that were moved to another address."""
-    peak_address_bytes: int | None = None
-    """The most bytes of addresses that had memory behind them; memory at two addresses counts twice."""
-    minimum_budget: int | None = None
-    """The smallest budget in bytes without a failure; None when it was not looked for."""
-    state: MemoryState | None = None
-    """The device's memory when the recording ended; None if the file shows no segment."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the row as JSON has it: bytes and microseconds are whole numbers."""
-        state = None if self.state is None else self.state.to_json()
-        return {"schema": SCHEMA, **dataclasses.asdict(self), "state": state}
+from rallocator._replay.advice import Advice, advise
+from rallocator._replay.notebook import result_as_html
+from rallocator._replay.row import ReplayRow
+from rallocator._replay.runner import Subject, replay_subjects, subjects
+from rallocator._replay.settings import DEFAULT_LAG_MS, POLICIES, ReplaySettings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReplayResult:
-    """The rows of one file: its devices in order, and for each the policies in the order that was asked for."""
+    """What a replay found out. In a notebook it shows itself as a table."""
 
     rows: tuple[ReplayRow, ...]
+    """The devices of the file in order, and for each the policies in the order that was asked for."""
+    subjects: tuple[Subject, ...] = field(default=(), compare=False, repr=False)
+    """What was replayed."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether each device's history runs to its end, without a failed allocation, under one of the policies."""
+        replayable = {row.device for row in self.rows if row.replayable}
+        return replayable <= {row.device for row in self.rows if row.ooms == 0}
+
+    def row(self, policy: str, device: int | None = None) -> ReplayRow:
+        """Return the figures under one policy.
+
+        Arguments:
+            policy: which.
+            device: its index in the recording; None for the only one there is.
+
+        Raises:
+            KeyError: there is no such row, or more than one.
+        """
+        found = [row for row in self.rows if row.policy == policy and device in {None, row.device}]
+        if len(found) != 1:
+            place = "" if device is None else f", device {device}"
+            raise KeyError(f"{len(found)} rows of policy {policy}{place}")
+        return found[0]
+
+    @functools.cached_property
+    def advice(self) -> Mapping[int, tuple[Advice, ...]]:
+        """What is to be said about each device's history, each finding borne out by a replay of its own.
+
+        Worked out when it is first asked for.
+        """
+        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+            found = list(pool.map(advise, self.subjects))
+        return {subject.history.device: advice for subject, advice in zip(self.subjects, found, strict=True)}
+
+    def without_steps(self) -> ReplayResult:
+        """Return the same without what was replayed, of which many results may have much; the advice is worked out."""
+        result = ReplayResult(self.rows)
+        result.__dict__["advice"] = self.advice
+        return result
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the rows as `rallocator replay --json` prints them."""
-        return [row.to_json() for row in self.rows]
+        """Return the rows, with the advice about each device, as `rallocator replay --json` prints them."""
+        advice = {device: [one.to_json() for one in found] for device, found in self.advice.items()}
+        return [{**row.to_json(), "advice": advice.get(row.device, [])} for row in self.rows]
+
+    def _repr_html_(self) -> str:
+        return result_as_html(self.rows, self.advice)
+
+
+def replay_file(path: str | os.PathLike[str], settings: ReplaySettings, *, keep_frames: bool = False) -> ReplayResult:
+    """Replay a file as the settings say; see `replay`.
+
+    Arguments:
+        path: the file.
+        settings: how.
+        keep_frames: whether to keep the stacks that a snapshot has.
+    """
+    found = tuple(subjects(path, settings, keep_frames=keep_frames))
+    return ReplayResult(tuple(replay_subjects(found)), found)
+
+
+def replay(
+    path: str | os.PathLike[str],
+    policies: Sequence[str] = POLICIES,
+    budget: int | str | None = None,
+    *,
+    config: str | None = None,
+    streams: str = "keep",
+    lag_ms: float = DEFAULT_LAG_MS,
+    handle_size: int | str | None = None,
+    minimum: bool = False,
+    max_size: int | str | None = None,
+) -> ReplayResult:
+    """Replay a recorded history on a simulated GPU, with the allocator's own code.
+
+    Only the recorded allocations and frees count, not what torch's allocator did to serve them. Blocks that are older
+    than the recording are placed first. Needs no GPU and no torch.
+
+    Arguments:
+        path: a memory snapshot of torch (`torch.cuda.memory._dump_snapshot`), a Chrome trace of its profiler with
+            `[memory]` events, or a log of RMM's `LoggingResourceAdaptor`; plain, gzip or xz.
+        policies: the policies to replay under: "native" (torch's default rules), "expandable" (torch's rules for
+            expandable segments), "rallocator" (our own, the default).
+        budget: bytes that may be reserved, as a number or as text such as "24GiB"; what goes beyond is out of memory.
+            Like torch's own limit, "expandable" may exceed it by less than a handle of 20 MiB. None: as much as it
+            takes. Allocations that failed in the recording are tried only under a budget.
+        config: more settings, in the grammar of `PYTORCH_CUDA_ALLOC_CONF`; its policy does not count.
+        streams: "keep" the recorded streams, or "merge" them into one.
+        lag_ms: milliseconds after it was queued that work is taken to end. A block that another stream used too is
+            reusable from the recorded completion of its free on, whatever the lag.
+        handle_size: what sizes of physical handles are multiples of on the simulated GPU, a power of two. None: 2 MiB,
+            as on real ones. Policy "native" uses no handles.
+        minimum: whether to look for each policy's `minimum_budget` too, by some fifteen more replays.
+        max_size: unpacked bytes after which a file is refused, so that a small one cannot fill the memory. None: 4 GiB.
+
+    Returns:
+        A row of figures for each device of the file under each policy, and advice. A file that holds a state but no
+        history gives rows with `replayable` False and the reason, and what the state tells by itself.
+
+    Raises:
+        SnapshotError: the file is unreadable, damaged, or of no known kind.
+        ConfigError: a policy, budget, setting or option that there is not.
+    """
+    settings = ReplaySettings.check(
+        policies,
+        budget,
+        config,
+        streams,
+        lag_ms,
+        handle_size=handle_size,
+        minimum=minimum,
+        max_size=max_size,
+    )
+    return replay_file(path, settings)

@@ -13,8 +13,8 @@ from typing import Any
 from rallocator import _core
 from rallocator._replay.history import History, histories
 from rallocator._replay.reader import read_recording
-from rallocator._replay.result import ReplayResult, ReplayRow
-from rallocator._replay.settings import DEFAULT_LAG_MS, POLICIES, ReplaySettings
+from rallocator._replay.row import ReplayRow
+from rallocator._replay.settings import ReplaySettings
 from rallocator.errors import RallocatorError
 
 _FIGURES = {field.name for field in dataclasses.fields(ReplayRow)}
@@ -117,58 +117,3 @@ def replay_subjects(found: Sequence[Subject]) -> list[ReplayRow]:
     jobs = [(subject, policy) for subject in found for policy in subject.settings.policies]
     with ThreadPoolExecutor(max_workers=max(1, min(len(jobs), os.cpu_count() or 1))) as pool:
         return list(pool.map(lambda job: job[0].row(job[1]), jobs))
-
-
-def replay(
-    path: str | os.PathLike[str],
-    policies: Sequence[str] = POLICIES,
-    budget: int | str | None = None,
-    *,
-    config: str | None = None,
-    streams: str = "keep",
-    lag_ms: float = DEFAULT_LAG_MS,
-    handle_size: int | str | None = None,
-    minimum: bool = False,
-    max_size: int | str | None = None,
-) -> ReplayResult:
-    """Replay a recorded history on a simulated GPU, with the allocator's own code.
-
-    Only the recorded allocations and frees count, not what torch's allocator did to serve them. Blocks that are older
-    than the recording are placed first. Needs no GPU and no torch.
-
-    Arguments:
-        path: a memory snapshot of torch (`torch.cuda.memory._dump_snapshot`), a Chrome trace of its profiler with
-            `[memory]` events, or a log of RMM's `LoggingResourceAdaptor`; plain, gzip or xz.
-        policies: the policies to replay under: "native" (torch's default rules), "expandable" (torch's rules for
-            expandable segments), "rallocator" (our own, the default).
-        budget: bytes that may be reserved, as a number or as text such as "24GiB"; what goes beyond is out of memory.
-            Like torch's own limit, "expandable" may exceed it by less than a handle of 20 MiB. None: as much as it
-            takes. Allocations that failed in the recording are tried only under a budget.
-        config: more settings, in the grammar of `PYTORCH_CUDA_ALLOC_CONF`; its policy does not count.
-        streams: "keep" the recorded streams, or "merge" them into one.
-        lag_ms: milliseconds after it was queued that work is taken to end. A block that another stream used too is
-            reusable from the recorded completion of its free on, whatever the lag.
-        handle_size: what sizes of physical handles are multiples of on the simulated GPU, a power of two. None: 2 MiB,
-            as on real ones. Policy "native" uses no handles.
-        minimum: whether to look for each policy's `minimum_budget` too, by some fifteen more replays.
-        max_size: unpacked bytes after which a file is refused, so that a small one cannot fill the memory. None: 4 GiB.
-
-    Returns:
-        A row of figures for each device of the file under each policy. A file that holds a state but no history gives
-        rows with `replayable` False and the reason, and what the state tells by itself.
-
-    Raises:
-        SnapshotError: the file is unreadable, damaged, or of no known kind.
-        ConfigError: a policy, budget, setting or option that there is not.
-    """
-    settings = ReplaySettings.check(
-        policies,
-        budget,
-        config,
-        streams,
-        lag_ms,
-        handle_size=handle_size,
-        minimum=minimum,
-        max_size=max_size,
-    )
-    return ReplayResult(tuple(replay_subjects(subjects(path, settings))))
