@@ -16,23 +16,31 @@ cargo_test := $(shell command -v cargo-nextest >/dev/null && echo nextest run ||
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help run check test wheel bench sabotage loom fix pages lock clean \
+.PHONY: help run check test wheel release-wheel headers bench sabotage loom fix pages lock clean \
 	develop install-wheel rust loom-models python-checks python-without-torch python-with-torch
 
 help: ## List these commands
 	@echo "make <command>:"
-	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "%-12s%s\n", $$1, $$2 }'
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "%-15s%s\n", $$1, $$2 }'
 
 run: develop ## Set everything up and run `rallocator demo` on what this machine has
 	rallocator demo
 
 check: rust develop python-without-torch ## Every check that needs no GPU and no torch: the inner loop
 
-test: rust loom-models install-wheel $(VIRTUAL_ENV)/torch python-with-torch ## Every check that needs no GPU; installs torch (5 GB)
+test: rust loom-models $(VIRTUAL_ENV)/torch headers install-wheel python-with-torch ## Every check that needs no GPU; installs torch (5 GB)
 
 wheel: $(VIRTUAL_ENV)/tools ## Build dist/*.whl and check what its name claims
+	$(stage) "wheel: bridges" python tools/build_bridges.py
 	$(stage) "wheel: build" tools/build_wheel
 	$(stage) "wheel: check" python tools/check_wheel.py
+
+release-wheel: $(VIRTUAL_ENV)/tools ## The same with a bridge for every release of torch; fetches 7 GB once
+	$(stage) "headers of every torch" python tools/torch_headers.py --all
+	$(MAKE) wheel
+
+headers: $(VIRTUAL_ENV)/tools ## Fetch the headers that the tests compile the bridge against; 3 GB once, 10 MB kept
+	$(stage) "headers of torch" python tools/torch_headers.py
 
 bench: ## Nanoseconds and instructions of the core on the simulated GPU
 	cargo bench --locked -p alloc-core --features sim
@@ -56,7 +64,7 @@ lock: $(VIRTUAL_ENV)/tools ## Pin the newest versions of all dependencies
 	tools/lock_requirements
 
 clean: ## Remove everything that these commands made
-	rm -rf .venv dist target build .mypy_cache .pytest_cache .ruff_cache .hypothesis python/rallocator/_core*.so
+	rm -rf .venv dist target build python/rallocator/bridge/prebuilt .mypy_cache .pytest_cache .ruff_cache .hypothesis python/rallocator/_core*.so
 
 # Set-up.
 

@@ -112,6 +112,151 @@ typedef bool (*rallocator_stream_filter)(void *context, void *stream);
 /* Receives one statistic. `key` is valid during the call. It must not raise. */
 typedef void (*rallocator_stat_visitor)(void *context, const char *key, int64_t value);
 
+/* A quantity over time. What was ever added is `allocated`, what was ever taken away `freed`. */
+typedef struct rallocator_counter {
+  int64_t current;
+  int64_t peak;
+  int64_t allocated;
+  int64_t freed;
+} rallocator_counter;
+
+/* A quantity of both size classes together, and of each. */
+typedef struct rallocator_family {
+  rallocator_counter all;
+  rallocator_counter small_pool;
+  rallocator_counter large_pool;
+} rallocator_family;
+
+/* All statistics of a device, by torch's names. */
+typedef struct rallocator_device_stats {
+  rallocator_family allocation;
+  rallocator_family segment;
+  rallocator_family active;
+  rallocator_family inactive_split;
+  rallocator_family allocated_bytes;
+  rallocator_family reserved_bytes;
+  rallocator_family active_bytes;
+  rallocator_family inactive_split_bytes;
+  rallocator_family requested_bytes;
+  rallocator_counter oversize_allocations;
+  rallocator_counter oversize_segments;
+  int64_t num_alloc_retries;
+  int64_t num_ooms;
+  int64_t num_sync_all_streams;
+  int64_t num_device_alloc;
+  int64_t num_device_free;
+  int64_t num_oom_rejections;
+  int64_t max_split_size; /* a setting; -1 for none */
+} rallocator_device_stats;
+
+/* Receives what a private pool has reserved. It must not raise. */
+typedef void (*rallocator_pool_visitor)(void *context, uint64_t first, uint64_t second,
+                                        const rallocator_family *reserved_bytes);
+
+/* Why a request failed with RALLOCATOR_OUT_OF_MEMORY; sizes in bytes. */
+typedef struct rallocator_out_of_memory {
+  uint64_t requested;
+  uint64_t total; /* the device's memory, or what this process may reserve of it */
+  uint64_t free;  /* what the driver has free */
+} rallocator_out_of_memory;
+
+/* The settings that torch's snapshots name. */
+typedef struct rallocator_settings {
+  double garbage_collection_threshold;
+  int64_t max_split_size; /* bytes; -1 for none */
+  bool expandable_segments;
+  uint64_t roundup_power2_divisions[16]; /* for sizes from 1 MiB on, by power of two */
+  const char *text;                      /* all settings that differ from the defaults; lives as long as the process */
+} rallocator_settings;
+
+/* What a private pool held at one moment. */
+typedef struct rallocator_checkpoint rallocator_checkpoint;
+
+/* Receives an address. It must not raise. */
+typedef void (*rallocator_address_visitor)(void *context, void *address);
+
+/* What a block is used for. */
+typedef enum rallocator_block_state {
+  RALLOCATOR_ALLOCATED = 0,
+  RALLOCATOR_PENDING = 1, /* freed, but not yet reusable */
+  RALLOCATOR_INACTIVE = 2,
+} rallocator_block_state;
+
+typedef struct rallocator_block {
+  void *address;
+  uint64_t size;
+  uint64_t requested; /* 0 for an inactive block */
+  uint32_t state;     /* rallocator_block_state */
+  uint32_t stack;     /* 0 for none: see rallocator_recording */
+} rallocator_block;
+
+/* Contiguous memory that was obtained from the driver. */
+typedef struct rallocator_segment {
+  int32_t device;
+  uint32_t stack;
+  void *address;
+  uint64_t size;
+  void *stream;
+  uint64_t pool_first; /* 0 and 0 for the default pool */
+  uint64_t pool_second;
+  bool is_large;
+  bool is_expandable;
+  size_t block_count;
+  const rallocator_block *blocks; /* in address order; they cover the segment */
+} rallocator_segment;
+
+/* What happened, by torch's name for it. */
+typedef enum rallocator_action {
+  RALLOCATOR_ALLOC = 0,
+  RALLOCATOR_FREE_REQUESTED = 1,
+  RALLOCATOR_FREE_COMPLETED = 2,
+  RALLOCATOR_SEGMENT_ALLOC = 3,
+  RALLOCATOR_SEGMENT_FREE = 4,
+  RALLOCATOR_SEGMENT_MAP = 5,
+  RALLOCATOR_SEGMENT_UNMAP = 6,
+  RALLOCATOR_OOM = 7, /* `address` holds what the driver had free, in bytes */
+  RALLOCATOR_SNAPSHOT = 8,
+  RALLOCATOR_ANNOTATE = 9,
+} rallocator_action;
+
+typedef struct rallocator_event {
+  int32_t device;
+  uint32_t action; /* rallocator_action */
+  uint64_t address;
+  uint64_t size;
+  void *stream;
+  uint64_t pool_first;
+  uint64_t pool_second;
+  int64_t time_us; /* since 1970 */
+  uint32_t stack;
+  const char *label;           /* see set_label; empty for none */
+  const char *compile_context; /* see set_compile_context; empty for none */
+} rallocator_event;
+
+/* Receives a picture of memory: each segment in address order, device by device, then each event, oldest first. What is
+ * pointed to is valid during the call. They must not raise. Either may be null. */
+typedef struct rallocator_memory_visitor {
+  void *context;
+  void (*segment)(void *context, const rallocator_segment *segment);
+  void (*event)(void *context, const rallocator_event *event);
+} rallocator_memory_visitor;
+
+/* Receives the number of a stack. It must not raise. */
+typedef void (*rallocator_stack_visitor)(void *context, uint32_t stack);
+
+/* What is recorded, and where call stacks come from. */
+typedef struct rallocator_recording {
+  uint64_t limit;           /* how many of the latest events are kept, on each device */
+  uint32_t skipped_actions; /* a bit for each rallocator_action that is not kept: 1 << action */
+  bool events_have_stacks;  /* else only blocks and segments have */
+  bool takes_on_free;       /* whether a free takes a stack too */
+  /* Called before each allocation, under no lock: the number, from 1 to 2^31 - 1, that the caller keeps the present call
+   * stack under; 0 for none. Null: no stacks are taken. It must not raise. */
+  uint32_t (*take_stack)(void);
+  /* Called once the allocator has noted such a number, or will not: from now on visit_stacks names it if it is needed. */
+  void (*stack_noted)(uint32_t stack);
+} rallocator_recording;
+
 /* Version 1. Fields are only ever added at the end: a field is there if it lies within the first `size` bytes. */
 typedef struct rallocator_api {
   uint32_t version; /* 1 */
@@ -155,6 +300,70 @@ typedef struct rallocator_api {
   void (*visit_stats)(int32_t device, rallocator_stat_visitor visit, void *context);
   void (*reset_peak_stats)(int32_t device);
   void (*reset_accumulated_stats)(int32_t device);
+
+  /* From here on: what the bridge to torch needs besides. */
+
+  /* See rallocator_init. */
+  void (*init)(int32_t device_count);
+  /* What init was told; 0 before. */
+  int32_t (*device_count)(void);
+  /* As free; false, and nothing is done, for an address that is not allocated here. */
+  bool (*take_back)(void *address, int32_t device);
+  /* The block at an allocated address; false for any other address. */
+  bool (*find_block)(void *address, rallocator_block *block);
+  /* The bytes that are allocated and reserved on `device`. */
+  void (*memory_in_use)(int32_t device, uint64_t *allocated, uint64_t *reserved);
+  /* The bytes of the largest request that could be met at once: from the cache, or new from the driver. */
+  uint64_t (*largest_available)(int32_t device);
+  /* Details of this thread's last RALLOCATOR_OUT_OF_MEMORY; false if there was none. */
+  bool (*last_out_of_memory)(rallocator_out_of_memory *details);
+  /* All statistics at once. */
+  void (*device_stats)(int32_t device, rallocator_device_stats *stats);
+  void (*visit_private_pools)(int32_t device, rallocator_pool_visitor visit, void *context);
+  void (*settings)(rallocator_settings *settings);
+
+  /* Makes a private pool, or gives it one more user, without sending requests there. Answered by one release_pool. */
+  rallocator_status (*create_pool)(int32_t device, uint64_t first, uint64_t second);
+  /* How many begins and creations of the pool wait for their release; 0 for no such pool. */
+  uint32_t (*pool_users)(int32_t device, uint64_t first, uint64_t second);
+  /* Whether the pool's idle memory serves requests of its stream that would fail otherwise. False for no such pool. */
+  bool (*serve_when_out_of_memory)(int32_t device, uint64_t first, uint64_t second, bool serves);
+  /* From now on the pool's blocks are handed out whole. False for no such pool. */
+  bool (*forbid_splits)(int32_t device, uint64_t first, uint64_t second);
+  /* Gives what a released pool holds back to the driver, on every device; does nothing for one that has users. */
+  rallocator_status (*empty_pool)(uint64_t first, uint64_t second);
+
+  /* What a pool holds now; null for no such pool. Answered by one drop_checkpoint. */
+  rallocator_checkpoint *(*checkpoint_pool)(int32_t device, uint64_t first, uint64_t second);
+  void (*drop_checkpoint)(rallocator_checkpoint *checkpoint);
+  /* Frees all that the pool holds and allocates what it held at the checkpoint, at the same addresses. Visits what was
+   * freed, then what is allocated. After a failure nothing has changed. */
+  rallocator_status (*restore_pool)(int32_t device, const rallocator_checkpoint *checkpoint,
+                                    rallocator_address_visitor freed, rallocator_address_visitor allocated,
+                                    void *context);
+  /* Visits what a pool holds. False for no such pool. */
+  bool (*visit_pool)(int32_t device, uint64_t first, uint64_t second, rallocator_address_visitor visit, void *context);
+
+  /* Work on `device` may use the memory of `peer` from now on, as far as the setting `peers` lets it. */
+  rallocator_status (*reach_peer)(int32_t device, int32_t peer);
+
+  /* A picture of the pool (first, second), or of all memory for (0, 0). Each device's is of one moment. */
+  void (*visit_memory)(uint64_t first, uint64_t second, const rallocator_memory_visitor *visitor);
+  /* Starts or changes the recording; null stops it. `forget` drops the events so far. */
+  rallocator_status (*record_history)(const rallocator_recording *recording, bool forget);
+  bool (*is_recording)(void);
+  /* Visits the number of every stack that a picture of memory could name now. */
+  void (*visit_stacks)(rallocator_stack_visitor visit, void *context);
+  /* The stack by which the memory at an allocated address was obtained; 0 if none was recorded. */
+  uint32_t (*stack_of)(void *address);
+  /* Records an event that says something of the memory at an allocated address. */
+  void (*annotate)(void *address, const char *text);
+  /* Labels the events that this thread causes from now on; an empty text for none. */
+  void (*set_label)(const char *text);
+  /* This thread's label, valid until its next call of this. Never null. */
+  const char *(*label)(void);
+  /* As set_label, for what the thread's compiler says of the code that runs. */
+  void (*set_compile_context)(const char *text);
 } rallocator_api;
 
 /* The table. It lives as long as the process. */

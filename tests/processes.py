@@ -39,7 +39,8 @@ def run_python(
     ours = ("RALLOCATOR_", "PYTORCH_", "CUDA_VISIBLE_DEVICES")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     # torch says on stderr that numpy is missing where it is; that is not what these tests are about.
-    variables["PYTHONWARNINGS"] = "ignore:Failed to initialize NumPy"
+    # And rallocator says that it found no bridge: tests that are about that ask for it.
+    variables["PYTHONWARNINGS"] = "ignore:Failed to initialize NumPy,ignore:rallocator attaches through"
     variables["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     variables.update(environment or {})
     if preload is not None:

@@ -21,7 +21,7 @@ ATTACH = """
 import torch
 import rallocator
 
-rallocator.enable()
+rallocator.enable(attach="pluggable")
 allocate = torch._C._cuda_cudaCachingAllocator_raw_alloc
 release = torch._C._cuda_cudaCachingAllocator_raw_delete
 MiB = 1 << 20
@@ -193,10 +193,12 @@ def test_machine_without_a_driver_has_no_gpu() -> None:
     assert message.endswith(_torch.STAYS)
 
 
-def test_bridge_is_refused_and_the_other_way_named() -> None:
-    message = enabling_fails("", arguments="attach='bridge'")
+def test_bridge_that_is_not_there_is_refused_and_the_way_to_make_one_named() -> None:
+    message = enabling_fails(
+        "", arguments="attach='bridge'", environment=SIMULATED | {"RALLOCATOR_BRIDGE": "/nowhere.so"}
+    )
     assert message.startswith("BridgeError: ")
-    assert "attach='pluggable'" in message
+    assert "rallocator build-bridge" in message
 
 
 def test_missing_torch_is_told_how_to_get_it() -> None:

@@ -10,12 +10,27 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
+from elftools.elf.dynamic import DynamicSection
+from elftools.elf.elffile import ELFFile
+from elftools.elf.gnuversions import GNUVerNeedSection
+from elftools.elf.sections import SymbolTableSection
+
 GLIBC = (2, 28)
+GLIBCXX = (3, 4, 24)
+"""What manylinux_2_28 promises: GCC 8's."""
 NAME = re.compile(r"rallocator-[^-]+-cp310-abi3-manylinux_2_28_(x86_64|aarch64)\.whl")
-CONTENTS = ("rallocator/_core.abi3.so", "rallocator/_core.pyi", "rallocator/py.typed", "rallocator/data/")
+CONTENTS = (
+    "rallocator/_core.abi3.so",
+    "rallocator/_core.pyi",
+    "rallocator/py.typed",
+    "rallocator/data/",
+    "rallocator/bridge/bridge.cpp",
+    "rallocator/bridge/rallocator.h",
+)
 
 
 def main() -> None:
@@ -25,9 +40,15 @@ def main() -> None:
         sys.exit(f"expected one wheel in dist, found {len(wheels)}")
     wheel = wheels[0]
     check_name(wheel)
-    check_linkage(wheel)
+    with tempfile.TemporaryDirectory() as scratch:
+        rest = take_bridges_out(wheel, Path(scratch))
+        check_linkage(rest)
+        bridges = sorted(Path(scratch).glob("bridge-*.so"))
+        for bridge in bridges:
+            check_bridge(bridge)
     check_contents(wheel)
     subprocess.run(["abi3audit", "--strict", "--verbose", wheel], check=True)
+    print(f"{len(bridges)} bridges")
     print(f"{wheel}: {wheel.stat().st_size:,} bytes, good for glibc {GLIBC[0]}.{GLIBC[1]} and Python 3.10 or newer")
 
 
@@ -35,6 +56,44 @@ def check_name(wheel: Path) -> None:
     """The tags say what every other check proves."""
     if not NAME.fullmatch(wheel.name):
         sys.exit(f"{wheel.name}: the name does not have the tags cp310-abi3-manylinux_2_28")
+
+
+def take_bridges_out(wheel: Path, folder: Path) -> Path:
+    """Put the bridges into a folder, and the rest there too, as a wheel: auditwheel knows no torch to link with."""
+    rest = folder / wheel.name
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(rest, "w") as kept:
+        for name in whole.namelist():
+            if "/bridge/prebuilt/" in name:
+                (folder / Path(name).name).write_bytes(whole.read(name))
+            else:
+                kept.writestr(name, whole.read(name))
+    return rest
+
+
+def check_bridge(bridge: Path) -> None:
+    """A bridge asks for torch's two libraries, for old symbols of the system's, and shows nothing but its own three."""
+    with bridge.open("rb") as file:
+        sections = list(ELFFile(file).iter_sections())
+        dynamic = [section for section in sections if isinstance(section, DynamicSection)]
+        tags = [tag for section in dynamic for tag in section.iter_tags("DT_NEEDED")]
+        libraries = {tag.needed for tag in tags}  # type: ignore[attr-defined]  # Tags of this kind have it.
+        needs = [section for section in sections if isinstance(section, GNUVerNeedSection)]
+        versions = [version.name for section in needs for _, used in section.iter_versions() for version in used]
+        tables = [table for table in sections if isinstance(table, SymbolTableSection) and table.name == ".dynsym"]
+        symbols = [symbol for table in tables for symbol in table.iter_symbols()]
+        shown = {symbol.name for symbol in symbols if symbol.name and symbol["st_shndx"] != "SHN_UNDEF"}
+    missing = {"libc10.so", "libc10_cuda.so"} - libraries
+    strange = libraries - {"libc10.so", "libc10_cuda.so", "libstdc++.so.6", "libgcc_s.so.1", "libc.so.6", "libm.so.6"}
+    strange -= {name for name in strange if name.startswith("ld-linux")}
+    if missing or strange:
+        sys.exit(f"{bridge.name}: missing libraries {missing}, unexpected {strange}")
+    limits = {"GLIBC": GLIBC, "GLIBCXX": GLIBCXX}
+    for version in versions:
+        kind, _, number = version.partition("_")
+        if kind in limits and tuple(map(int, number.split("."))) > limits[kind]:
+            sys.exit(f"{bridge.name}: asks for {version}, which systems that torch runs on may lack")
+    if any(not name.startswith("rallocator_bridge_") for name in shown) or len(shown) != 3:
+        sys.exit(f"{bridge.name}: shows {sorted(shown)}")
 
 
 def check_linkage(wheel: Path) -> None:

@@ -21,11 +21,20 @@ class Kind(str, Enum):
     ASYNC = "async"
     RALLOCATOR = "rallocator"
     RALLOCATOR_PLUGGABLE = "rallocator-pluggable"
+    RALLOCATOR_BRIDGE = "rallocator-bridge"
 
     @property
     def is_rallocator(self) -> bool:
         """Whether the process runs on this project's allocator rather than on one of torch's."""
         return self.value.startswith("rallocator")
+
+
+_ROUTES = {
+    Kind.RALLOCATOR: "auto",
+    Kind.RALLOCATOR_PLUGGABLE: "pluggable",
+    Kind.RALLOCATOR_BRIDGE: "bridge",
+}
+"""The way into torch, by kind."""
 
 
 @dataclass(frozen=True)
@@ -89,5 +98,5 @@ def install(kind: Kind) -> Subject:
         return Subject(kind, torch.cuda)
     import rallocator
 
-    rallocator.enable(attach="pluggable" if kind is Kind.RALLOCATOR_PLUGGABLE else "auto")
+    rallocator.enable(attach=_ROUTES[kind])
     return Subject(kind, rallocator)

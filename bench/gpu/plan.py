@@ -11,7 +11,8 @@ from pathlib import Path
 SECTIONS = ("contract", "tests", "checksums", "workloads", "host_cost")
 
 NATIVE = "native"
-OURS = "rallocator-pluggable"
+OURS = ("rallocator-pluggable", "rallocator-bridge")
+"""What a session may compare with torch's own allocator."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def _contract(options: argparse.Namespace, _scratch: Path) -> Iterator[Step]:
 def _checksums(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
     """Two runs of torch's allocator around one of ours: their spread says what a difference means."""
     length = ("--steps", str(options.checksum_steps)) if options.checksum_steps else ()
-    for round_number, kind in ((1, NATIVE), (1, OURS), (2, NATIVE)):
+    for round_number, kind in ((1, NATIVE), (1, options.ours), (2, NATIVE)):
         arguments = (*options.workload, "--deterministic", *length)
         yield _bench("checksums", "workloads", kind, round_number, scratch, arguments)
 
@@ -91,7 +92,7 @@ def _alternating(options: argparse.Namespace) -> Iterator[tuple[int, str]]:
     """Torch's allocator, ours, torch's, ours; then the further kinds, once each."""
     for round_number in range(1, options.rounds + 1):
         yield round_number, NATIVE
-        yield round_number, OURS
+        yield round_number, options.ours
     for kind in options.also:
         yield 1, kind
 

@@ -146,7 +146,7 @@ def _checksums(results: Results) -> str:
         f"The sum of each workload's last result, {length}, with torch's deterministic algorithms: two runs under"
         " torch's allocator, their spread, and one run under ours between them.\n\n"
     )
-    columns = ["workload", "native, two runs", "spread", "rallocator-pluggable", "distance", "verdict"]
+    columns = ["workload", "native, two runs", "spread", "rallocator", "distance", "verdict"]
     return "### Checksums\n\n" + intro + _table(columns, rows)
 
 
@@ -206,7 +206,7 @@ def _host_cost(results: Results) -> str:
     )
 
 
-RATIO_COLUMNS = ("of", "native, by round", "rallocator-pluggable, by round", "ratio, by round", "median ratio")
+RATIO_COLUMNS = ("of", "native, by round", "rallocator, by round", "ratio, by round", "median ratio")
 
 
 def _ratio_cells(ratio: Ratio, form: str, unit: float = 1.0) -> list[str]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.junit import read_junit
-from bench.gpu.plan import SECTIONS, Step, plan, rawbench_folder
+from bench.gpu.plan import OURS, SECTIONS, Step, plan, rawbench_folder
 from bench.gpu.summary import summarize
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -165,6 +165,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--budget-s", type=int, default=540, help="end within so many seconds (default 540)")
     parser.add_argument("--commit", default=os.environ.get("RALLOCATOR_COMMIT", "unknown"), help="recorded in results")
     parser.add_argument("--rounds", type=int, default=2, help="how often each pair of allocators is timed")
+    parser.add_argument("--ours", choices=OURS, default=OURS[0], help="the route into torch to time")
     parser.add_argument("--also", default="expandable", help="further kinds to time once, separated by commas")
     parser.add_argument("--checksum-steps", type=int, default=12, help="steps of each workload; 0 means all of them")
     parser.add_argument("--workload", action="append", default=[], help="only this workload (repeatable)")

@@ -6,8 +6,9 @@ import os
 import threading
 import warnings
 from dataclasses import dataclass
+from types import ModuleType
 
-from rallocator import _config, _core, _gpu, _parity, _torch
+from rallocator import _bridge, _config, _core, _gpu, _parity, _torch
 from rallocator._sizes import parse_size
 from rallocator.errors import (
     BridgeError,
@@ -35,6 +36,8 @@ class _Attachment:
 
     route: str
     """ "pluggable" or "bridge"."""
+    why: str
+    """Why this one, as a clause."""
     config: str
     """The settings in force, as the core reads them."""
     allocator: object
@@ -62,8 +65,11 @@ def enable(config: _config.Config | str | None = None, *, attach: str = "auto", 
         config: the settings, as a `Config` or as text in torch's grammar (`"key:value,key:value"`). They take
             precedence over the variable `RALLOCATOR_CONF`, and that over torch's variables, key by key. None: only
             the variables count.
-        attach: the way into torch. "pluggable" is torch's interface for allocators from outside. "bridge" is not
-            available in this release. "auto" takes the best that is available.
+        attach: the way into torch. "bridge" is torch's own interface for CUDA allocators: it is faster, and all of
+            torch works through it, but it takes a small library that was compiled for exactly this torch, which the
+            package brings for torch's releases or `rallocator build-bridge` makes. "pluggable" is torch's interface
+            for allocators from outside, which every torch has. "auto" takes the bridge if there is one for this torch,
+            else the other, and says so in one `UserWarning`.
         required: whether a process in which rallocator cannot be used is an error. With False such a process gets one
             `RuntimeWarning`, and torch's own allocator stays in use.
 
@@ -75,7 +81,7 @@ def enable(config: _config.Config | str | None = None, *, attach: str = "auto", 
         ForkError: the process was forked from one that had initialised CUDA.
         NoGpuError: there is no NVIDIA GPU, or none that this process may see.
         TorchNotSupportedError: torch is missing, older than 2.9, or built without CUDA.
-        BridgeError: the bridge was asked for.
+        BridgeError: the bridge was asked for, and there is none for this torch, or it cannot be loaded.
         ConfigError: a setting is wrong, or rallocator is already in use with other settings. Raised with
             `required=False` too.
         ValueError: `attach` is none of the three.
@@ -114,30 +120,75 @@ def attached() -> str | None:
 
 def _attach(settings: str, attach: str) -> None:
     """Attach, or see that this was done already. Called under the lock; raises what `enable` raises."""
-    if attach == "bridge":
-        raise BridgeError(
-            "The bridge is not available in this release of rallocator. "
-            f"Use attach='pluggable', or leave attach out. {_torch.STAYS}"
-        )
     if _process.attachment is not None:
-        _check_equal(_process.attachment, settings)
+        _check_equal(_process.attachment, settings, attach)
         return
     torch = _torch.import_supported()
     _torch.check_in_time(torch)
     simulated_devices, simulated_bytes = _simulated(os.environ.get(SIMULATE_VARIABLE))
     if simulated_bytes is None and (reason := _gpu.missing_gpu_reason()):
         raise NoGpuError(f"There is no GPU for rallocator to use: {reason}. {_torch.STAYS}")
-    allocator = _torch.make_pluggable_allocator(torch)
+    bridge, why = _choose_route(torch, attach)
+    pluggable = None if bridge else _torch.make_pluggable_allocator(torch)
     # From here on the only thing that can fail is torch's refusal, and in a process where it has refused it always
     # will: so no other settings can ever be wanted for what is installed.
     _core._install(settings, simulated_bytes=simulated_bytes, simulated_devices=simulated_devices)
-    _torch.change_allocator(torch, allocator)
+    if bridge is not None:
+        bridge.install()
+        _bridge.check_reached(torch)
+    if pluggable is not None:
+        _torch.change_allocator(torch, pluggable)
     _torch.verify_hooks(torch)
-    _parity.install(torch, settings)
-    _process.attachment = _Attachment("pluggable", settings, allocator)
+    _parity.install(torch, settings, is_bridge=bridge is not None)
+    _process.attachment = _Attachment("bridge" if bridge else "pluggable", why, settings, bridge or pluggable)
 
 
-def _check_equal(attachment: _Attachment, settings: str) -> None:
+def _choose_route(torch: ModuleType, attach: str) -> tuple[_bridge.Bridge | None, str]:
+    """The bridge, loaded, or None for the pluggable route; and why, as a clause.
+
+    Raises:
+        BridgeError: the bridge was asked for and there is none, or none that fits.
+    """
+    if attach == "pluggable":
+        return None, "it was asked for"
+    if attach == "auto" and _torch.release(torch.__version__) > _bridge.NEWEST_TESTED:
+        newest = ".".join(map(str, _bridge.NEWEST_TESTED))
+        return None, _warn_of_pluggable(
+            f"this torch ({torch.__version__}) is newer than {newest}, the newest that the bridge was tried with; "
+            "attach='bridge' uses it all the same"
+        )
+    try:
+        found = _bridge.find(torch)
+        if isinstance(found, _bridge.Found):
+            return _bridge.Bridge(found.path, torch), found.origin
+        reason = found.reason
+    except BridgeError as error:
+        if attach == "bridge":
+            raise
+        return None, _warn_of_pluggable(str(error))
+    if attach == "bridge":
+        raise BridgeError(f"{reason[0].upper()}{reason[1:]}. {_torch.STAYS}")
+    return None, _warn_of_pluggable(reason)
+
+
+def _warn_of_pluggable(reason: str) -> str:
+    """Say in one line that it is not the bridge; return why."""
+    text = f"rallocator attaches through torch's interface for pluggable allocators, not through its bridge: {reason}"
+    warnings.warn(text, UserWarning, stacklevel=5)
+    return reason
+
+
+def reason() -> str | None:
+    """Why rallocator is attached in the way that it is, as a clause; None if it is not enabled."""
+    return None if _process.attachment is None else _process.attachment.why
+
+
+def _check_equal(attachment: _Attachment, settings: str, attach: str) -> None:
+    if attach not in ("auto", attachment.route):
+        raise ConfigError(
+            f"rallocator is already attached through the route {attachment.route!r}, which cannot be changed to "
+            f"{attach!r} while the process runs. Say so in the first call of rallocator.enable()."
+        )
     if attachment.config != settings:
         raise ConfigError(
             f"rallocator is already enabled with the settings '{attachment.config}', and they cannot be changed to "

@@ -29,6 +29,9 @@ def _hook_addresses() -> dict[str, int]:
 def _malloc_address() -> int:
     """The address of `rallocator_malloc` in this library."""
 
+def _api_address() -> int:
+    """The address of the table of functions, `rallocator_api_v1()`."""
+
 def _answer_cache_info() -> bool:
     """Have torch's present allocator, which must be this one, answer cuDNN's question for its largest free block.
 

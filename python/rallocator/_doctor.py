@@ -29,7 +29,8 @@ if found["version"]:
     import rallocator
     try:
         rallocator.enable()
-        found["route"] = rallocator.attached()
+        from rallocator import _attach
+        found["route"], found["reason"] = rallocator.attached(), _attach.reason()
     except Exception as error:
         found["reason"] = str(error)
 print(json.dumps(found))
@@ -103,8 +104,7 @@ def examine() -> Report:
         devices=devices,
         devices_reason=devices_reason,
         attach=route,
-        attach_reason=probe["reason"]
-        or "torch's interface for allocators from outside, the way that every release has",
+        attach_reason=probe["reason"],
         settings=settings,
         inert=inert,
         settings_reason=settings_reason,
@@ -112,7 +112,7 @@ def examine() -> Report:
 
 
 def _probe() -> dict[str, Any]:
-    found: dict[str, Any] = {"version": None, "cuda": None, "route": None, "reason": None}
+    found: dict[str, Any] = {"version": None, "cuda": None, "route": None, "reason": "it is not known why"}
     command = [sys.executable, "-W", "ignore", "-c", _PROBE]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_SECONDS, check=False)

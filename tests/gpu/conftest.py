@@ -30,6 +30,9 @@ HERE = Path(__file__).resolve().parent
 CHILD = "RALLOCATOR_GPU_TEST_CHILD"
 IN_CHILD = CHILD in os.environ
 
+# The way into torch of every test that does not name one: "pluggable" or "bridge".
+ATTACH = os.environ.get("GPU_TEST_ATTACH", "pluggable")
+
 # Seconds after which a process is taken for hung. The slowest, the demo, may take two minutes.
 PROCESS_LIMIT_S = 150
 
@@ -45,6 +48,13 @@ except OSError:
 print(count.value if ready else 0)
 """
 
+# Prints why there is no bridge for the installed torch; nothing if there is one.
+FIND_BRIDGE = """
+import torch
+from rallocator import _bridge
+print(getattr(_bridge.find(torch), "reason", ""))
+"""
+
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -55,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "drives_processes: runs in the collecting process and starts its own (tests/gpu)",
         "exclusive: watches the GPU's free memory or its timing, so nothing else may run there (tests/gpu)",
         "two_gpus: needs two GPUs (tests/gpu)",
+        "bridge: attaches through the bridge, which has to be there (tests/gpu)",
         "keeps_memory(reason): torch itself never gives all memory back after this test (tests/gpu)",
     ):
         config.addinivalue_line("markers", marker)
@@ -69,6 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         item.add_marker(pytest.mark.gpu)
         reason = _reason_to_skip(2 if item.get_closest_marker("two_gpus") else 1)
+        if not reason and (ATTACH == "bridge" or item.get_closest_marker("bridge")):
+            reason = _reason_without_bridge()
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
         if config.pluginmanager.hasplugin("timeout"):
@@ -84,6 +97,14 @@ def _reason_to_skip(gpus_needed: int) -> str | None:
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"
     return None
+
+
+@cache
+def _reason_without_bridge() -> str | None:
+    """Ask in a process of its own, since that imports torch."""
+    command = [sys.executable, "-c", FIND_BRIDGE]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return answer.stdout.strip() or None
 
 
 @cache
@@ -105,7 +126,12 @@ def _run_in_child(item: pytest.Function) -> None:
     """Run one test by its node id, under this folder's settings whatever those of the outer run are."""
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "--capture=no", "-p", "no:cacheprovider"]
     command.append(f"{item.path.name}::{item.name}")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "RALLOCATOR_"))}
+    kept = ("RALLOCATOR_BRIDGE",)
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name in kept or not name.startswith(("PYTEST_", "RALLOCATOR_"))
+    }
     environment[CHILD] = "1"
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # Other packages' plugins import much, on some machines jax.
     result = _run(command, environment, HERE)
@@ -166,7 +192,9 @@ def run_python(tmp_path: Path) -> RunPython:
             file = tmp_path / "program.py"
             file.write_text(textwrap.dedent(program), encoding="utf-8")
             command.append(str(file))
-        result = _run(command, {**os.environ, **(environment or {})}, tmp_path)
+        # Where there is no bridge, rallocator says so; what these tests read is what else there is to say.
+        quiet = {"PYTHONWARNINGS": "ignore:rallocator attaches through"}
+        result = _run(command, {**os.environ, **quiet, **(environment or {})}, tmp_path)
         sys.stdout.write(_describe(result))  # pytest shows it where the test fails.
         if code is not None and result.returncode != code:
             pytest.fail(_describe(result), pytrace=False)
@@ -195,7 +223,8 @@ def allocator(policy: str, torch: Any, request: pytest.FixtureRequest) -> Iterat
         yield None
         return
     rallocator = importlib.import_module("rallocator")
-    rallocator.enable(rallocator.Config.parse(f"policy:{policy}"), attach="pluggable")
+    attach = "bridge" if request.node.get_closest_marker("bridge") else ATTACH
+    rallocator.enable(rallocator.Config.parse(f"policy:{policy}"), attach=attach)
     yield rallocator
     if request.node.get_closest_marker("keeps_memory"):
         return

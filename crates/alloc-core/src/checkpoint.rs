@@ -29,6 +29,11 @@ impl Checkpoint {
     pub fn pool(&self) -> PoolId {
         self.pool
     }
+
+    /// Where the allocations are, in address order.
+    pub fn addresses(&self) -> impl Iterator<Item = DevicePtr> + '_ {
+        self.allocations.iter().map(|held| DevicePtr(held.address))
+    }
 }
 
 /// One allocation.
@@ -99,7 +104,7 @@ impl DeviceState {
             current = self.allocate_within(block.id, held).map(|rest| self.blocks.entry(rest));
             current = current.or_else(|| free.next());
         }
-        let allocated = checkpoint.allocations.iter().map(|held| DevicePtr(held.address)).collect();
+        let allocated = checkpoint.addresses().collect();
         Ok(Restored { freed, allocated })
     }
 

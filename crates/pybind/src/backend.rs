@@ -2,15 +2,18 @@
 //!
 //! One enum instead of a trait object: the branch is predicted, and the core's hot path stays visible to the compiler.
 
+use std::collections::BTreeSet;
+
 use alloc_core::allocator::{Allocator, FreeOutcome, RecordOutcome, StreamFilter};
+use alloc_core::checkpoint::{Checkpoint, RestoreError, Restored};
 use alloc_core::config::Config;
 use alloc_core::driver::cuda::CudaDriver;
 use alloc_core::driver::sim::{SimDriver, SimOptions};
 use alloc_core::error::AllocError;
 use alloc_core::history::{Recording, StackId};
 use alloc_core::id::{DeviceId, DevicePtr, PoolId, StreamHandle};
-use alloc_core::snapshot::DevicePicture;
-use alloc_core::stats::Family;
+use alloc_core::snapshot::{BlockPicture, DevicePicture};
+use alloc_core::stats::{Family, Stats};
 
 use crate::process::Simulated;
 use crate::recording;
@@ -117,6 +120,52 @@ impl Backend {
         on_allocator!(self, allocator => allocator.unpin(pointer))
     }
 
+    pub(crate) fn create_pool(&self, device: DeviceId, pool: PoolId) -> Result<(), AllocError> {
+        on_allocator!(self, allocator => allocator.create_pool(device, pool))
+    }
+
+    pub(crate) fn pool_users(&self, device: DeviceId, pool: PoolId) -> u32 {
+        on_allocator!(self, allocator => allocator.pool_users(device, pool))
+    }
+
+    pub(crate) fn serve_when_out_of_memory(&self, device: DeviceId, pool: PoolId, serves: bool) -> bool {
+        on_allocator!(self, allocator => allocator.serve_when_out_of_memory(device, pool, serves))
+    }
+
+    pub(crate) fn forbid_splits(&self, device: DeviceId, pool: PoolId) -> bool {
+        on_allocator!(self, allocator => allocator.forbid_splits(device, pool))
+    }
+
+    pub(crate) fn empty_pool(&self, pool: PoolId) -> Result<(), AllocError> {
+        on_allocator!(self, allocator => allocator.empty_pool(pool))
+    }
+
+    pub(crate) fn checkpoint_pool(&self, device: DeviceId, pool: PoolId) -> Option<Checkpoint> {
+        on_allocator!(self, allocator => allocator.checkpoint_pool(device, pool))
+    }
+
+    pub(crate) fn restore_pool(&self, device: DeviceId, checkpoint: &Checkpoint) -> Result<Restored, RestoreError> {
+        on_allocator!(self, allocator => allocator.restore_pool(device, checkpoint))
+    }
+
+    /// See [`Allocator::reach_peer`].
+    pub(crate) fn reach_peer(&self, device: DeviceId, peer: DeviceId) -> Result<(), AllocError> {
+        on_allocator!(self, allocator => allocator.reach_peer(device, peer))
+    }
+
+    /// See [`Allocator::stacks`].
+    pub(crate) fn stacks(&self) -> BTreeSet<StackId> {
+        on_allocator!(self, allocator => allocator.stacks())
+    }
+
+    pub(crate) fn block_at(&self, address: DevicePtr) -> Option<BlockPicture> {
+        on_allocator!(self, allocator => allocator.block_at(address))
+    }
+
+    pub(crate) fn counted(&self, device: DeviceId) -> Stats {
+        on_allocator!(self, allocator => allocator.stats(device))
+    }
+
     pub(crate) fn stats(&self, device: DeviceId) -> Vec<(String, i64)> {
         on_allocator!(self, allocator => allocator.stats_entries(device))
     }
@@ -149,7 +198,7 @@ impl Backend {
     }
 
     pub(crate) fn allocated_and_reserved(&self, device: DeviceId) -> (u64, u64) {
-        let stats = on_allocator!(self, allocator => allocator.stats(device));
+        let stats = self.counted(device);
         (stats.allocated_bytes.all.current, stats.reserved_bytes.all.current)
     }
 

@@ -22,6 +22,7 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(_is_installed, module)?)?;
     module.add_function(wrap_pyfunction!(_hook_addresses, module)?)?;
     module.add_function(wrap_pyfunction!(_malloc_address, module)?)?;
+    module.add_function(wrap_pyfunction!(_api_address, module)?)?;
     module.add_function(wrap_pyfunction!(_answer_cache_info, module)?)?;
     module.add_function(wrap_pyfunction!(_tell_profiler, module)?)?;
     module.add_function(wrap_pyfunction!(_probe_hooks, module)?)?;
@@ -67,6 +68,12 @@ fn _hook_addresses() -> BTreeMap<&'static str, usize> {
 #[pyfunction]
 fn _malloc_address() -> usize {
     ffi::malloc_address()
+}
+
+/// The address of the table of functions that a bridge is given.
+#[pyfunction]
+fn _api_address() -> usize {
+    ffi::api_address()
 }
 
 /// Has torch's present allocator answer for its largest free block; false if this torch is built otherwise.

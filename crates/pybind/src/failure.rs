@@ -1,5 +1,6 @@
 //! Why a hook could not do what it was asked: the texts that a user of torch reads.
 
+use alloc_core::checkpoint::RestoreError;
 use alloc_core::error::AllocError;
 
 /// A request that cannot be met, at the boundary to torch.
@@ -26,6 +27,9 @@ pub(crate) enum Failure {
     /// A bug in rallocator: a panic was caught at the boundary.
     #[error("rallocator: internal error, please report it: {0}")]
     Panic(String),
+    /// A private pool cannot go back to a checkpoint.
+    #[error("rallocator: {0}")]
+    Restore(#[from] RestoreError),
     /// What the allocator itself answered.
     #[error(transparent)]
     Allocator(#[from] AllocError),

@@ -7,6 +7,9 @@
 //! The declarations that torch expects are the members of `CUDAPluggableAllocator`:
 //! <https://github.com/pytorch/pytorch/blob/v2.9.0/torch/csrc/cuda/CUDAPluggableAllocator.h>
 
+mod api_memory;
+mod api_pools;
+mod api_stats;
 mod api_table;
 mod cxx_exception;
 mod largest_block;
@@ -22,6 +25,11 @@ use crate::{hooks, process};
 pub(crate) use largest_block::answer_cache_info;
 pub(crate) use profiler::tell_profiler;
 use std_function::StdFunction;
+
+/// The address of the table of functions.
+pub(crate) fn api_address() -> usize {
+    std::ptr::from_ref(api_table::rallocator_api_v1()) as usize
+}
 
 /// The addresses of the functions for which torch has setters, by the setter's name.
 pub(crate) fn hook_addresses() -> [(&'static str, usize); 8] {

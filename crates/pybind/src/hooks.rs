@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use alloc_core::allocator::{FreeOutcome, RecordOutcome, StreamFilter};
 use alloc_core::error::AllocError;
 use alloc_core::id::{DeviceId, DevicePtr, PoolId, StreamHandle};
-use alloc_core::stats::Family;
+use alloc_core::stats::{Family, Stats};
 
 use crate::failure::Failure;
 use crate::recording::Call;
@@ -64,19 +64,29 @@ pub(crate) fn malloc(size: usize, device: i32, stream: StreamHandle) -> Result<O
     result
 }
 
-/// Takes back what [`malloc`] gave. Null, foreign and repeated pointers are counted and otherwise ignored.
+/// Takes back what [`malloc`] gave; returns whether there was something to take. Null, foreign and repeated pointers are
+/// counted and otherwise ignored.
 ///
 /// The device is only a hint: torch may pass a stale one.
-pub(crate) fn free(pointer: Option<DevicePtr>, device: i32) {
-    let Some(pointer) = pointer else { return };
+pub(crate) fn free(pointer: Option<DevicePtr>, device: i32) -> bool {
+    let Some(pointer) = pointer else { return false };
     let hint = DeviceId(u32::try_from(device).unwrap_or(0));
     let _caller = process::for_notice().and_then(|_| recording::caller(Call::Free));
+    // Where nothing may be done any more, all that was inherited or is left counts as taken.
+    let mut is_taken = true;
     notice(|backend| match backend.free(pointer, hint) {
         FreeOutcome::Freed | FreeOutcome::Null => {}
-        FreeOutcome::NotOurs => count(&FOREIGN_POINTERS),
-        FreeOutcome::Repeated => count(&REPEATED_FREES),
         FreeOutcome::Leaked => count(&LEAKED_FREES),
+        FreeOutcome::NotOurs => {
+            is_taken = false;
+            count(&FOREIGN_POINTERS);
+        }
+        FreeOutcome::Repeated => {
+            is_taken = false;
+            count(&REPEATED_FREES);
+        }
     });
+    is_taken
 }
 
 /// Notes that work on `stream` uses the memory at `pointer`, so that its free waits for that work.
@@ -105,6 +115,14 @@ pub(crate) fn empty_cache() -> Result<(), Failure> {
     }
     let backend = process::for_request()?;
     guarded(|| Ok(backend.empty_cache()?))
+}
+
+/// Lets work on `device` use the memory of `peer`, as far as the settings let it: both are in use from now on.
+pub(crate) fn reach_peer(device: i32, peer: i32) -> Result<(), Failure> {
+    let backend = process::for_request()?;
+    let (device, peer) = (device_id(device)?, device_id(peer)?);
+    process::mark_in_use();
+    guarded(|| Ok(backend.reach_peer(device, peer)?))
 }
 
 /// Limits `device` to a fraction of its memory.
@@ -206,6 +224,15 @@ pub(crate) fn unpin(pointer: DevicePtr) -> bool {
     unpinned
 }
 
+/// All counters of `device`; all zero where there are none.
+pub(crate) fn counted(device: i32) -> Stats {
+    let mut stats = Stats::default();
+    if let Ok(device) = device_id(device) {
+        notice(|backend| stats = backend.counted(device));
+    }
+    stats
+}
+
 /// All statistics of `device`, as torch names them; empty where there are none.
 pub(crate) fn stats(device: i32) -> Vec<(String, i64)> {
     let mut entries = Vec::new();
@@ -238,12 +265,12 @@ pub(crate) fn reset_accumulated_stats(device: i32) {
     }
 }
 
-fn device_id(device: i32) -> Result<DeviceId, Failure> {
+pub(crate) fn device_id(device: i32) -> Result<DeviceId, Failure> {
     u32::try_from(device).map(DeviceId).map_err(|_| Failure::Device(device))
 }
 
 /// Runs a call that may fail; a panic becomes a failure as well.
-fn guarded<T>(call: impl FnOnce() -> Result<T, Failure>) -> Result<T, Failure> {
+pub(crate) fn guarded<T>(call: impl FnOnce() -> Result<T, Failure>) -> Result<T, Failure> {
     // The allocator marks a device as broken when a panic passes through it under a lock, so what is seen after a
     // caught panic is never half changed.
     catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|payload| {
@@ -253,7 +280,7 @@ fn guarded<T>(call: impl FnOnce() -> Result<T, Failure>) -> Result<T, Failure> {
 }
 
 /// Runs a call that must not fail, if there is an allocator that may be used; a panic is counted.
-fn notice(call: impl FnOnce(&'static crate::backend::Backend)) {
+pub(crate) fn notice(call: impl FnOnce(&'static crate::backend::Backend)) {
     if let Some(backend) = process::for_notice()
         && catch_unwind(AssertUnwindSafe(|| call(backend))).is_err()
     {

@@ -23,6 +23,7 @@ mod ffi;
 mod hooks;
 mod observers;
 mod pickle;
+mod pools;
 mod probe;
 mod process;
 mod recording;

@@ -6,9 +6,10 @@
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
+use alloc_core::error::AllocError;
 use alloc_core::history::{Action, LabelId, Moment, Recording, StackId};
 use alloc_core::id::DevicePtr;
 use pyo3::exceptions::PyValueError;
@@ -48,12 +49,37 @@ thread_local! {
     static LABEL: Cell<LabelId> = const { Cell::new(LabelId(0)) };
 }
 
+/// Keeps call stacks of its own, in place of Python's that this extension takes. Must answer under no lock of its caller's.
+pub(crate) trait StackSource: Send + Sync {
+    /// The number that it keeps the present stack under, below [`FOREIGN`]; [`StackId::NONE`] for none.
+    fn take(&self) -> StackId;
+    /// The allocator has noted the number, or will not.
+    fn noted(&self, stack: StackId);
+}
+
+/// Set in the numbers of a [`StackSource`]'s stacks, so that they are never taken for those of [`stacks`].
+const FOREIGN: u32 = 1 << 31;
+
+/// Where stacks come from; `None` for Python's.
+static SOURCE: RwLock<Option<Arc<dyn StackSource>>> = RwLock::new(None);
+
+/// The number that a [`StackSource`] knows a stack by; `None` for Python's and for none.
+pub(crate) fn foreign(stack: StackId) -> Option<u32> {
+    (stack.0 & FOREIGN != 0).then_some(stack.0 & !FOREIGN)
+}
+
 /// While it lives, events of this thread carry the stack that was taken for it.
-pub(crate) struct Caller;
+pub(crate) struct Caller {
+    /// Where the stack came from, and its number there.
+    foreign: Option<(Arc<dyn StackSource>, StackId)>,
+}
 
 impl Drop for Caller {
     fn drop(&mut self) {
         set_stack(StackId::NONE);
+        if let Some((source, stack)) = self.foreign.take() {
+            source.noted(stack);
+        }
     }
 }
 
@@ -63,16 +89,24 @@ pub(crate) fn caller(call: Call) -> Option<Caller> {
     if TAKES.load(Ordering::Relaxed) < call as u8 {
         return None;
     }
-    take_stack();
-    Some(Caller)
+    Some(take_stack())
 }
 
 #[cold]
-fn take_stack() {
+fn take_stack() -> Caller {
+    let source = SOURCE.read().unwrap_or_else(PoisonError::into_inner).clone();
+    if let Some(source) = source {
+        let stack = source.take();
+        if stack != StackId::NONE {
+            set_stack(StackId(stack.0 | FOREIGN));
+        }
+        return Caller { foreign: (stack != StackId::NONE).then_some((source, stack)) };
+    }
     // Without an interpreter, or when it is ending, there is no stack to be had.
     if let Some(stack) = Python::try_attach(stacks::capture) {
         set_stack(stack);
     }
+    Caller { foreign: None }
 }
 
 fn set_stack(stack: StackId) {
@@ -128,19 +162,31 @@ fn _record_history(
         Action::from_name(&name).ok_or_else(unknown)
     });
     let skipped = skipped.collect::<PyResult<Vec<_>>>()?;
-    let Some(backend) = process::for_notice() else { return Ok(()) };
     let recording = limit.map(|limit| Recording { skipped, events_have_stacks, ..recording(limit) });
-    TAKES.store(if recording.is_some() { takes } else { 0 }, Ordering::Relaxed);
-    IS_RECORDING.store(recording.is_some(), Ordering::Relaxed);
     // Without the GIL: another thread may hold the allocator's lock and wait for the GIL.
-    let result = py.detach(|| backend.record_history(recording.as_ref(), forget));
+    let result = py.detach(|| record(recording.as_ref(), takes, None, forget));
     if limit.is_none() {
         stacks::forget();
     }
     result.map_err(|error| crate::extension::RallocatorError::new_err(error.to_string()))
 }
 
-fn is_recording() -> bool {
+/// Starts, changes or stops the recording. `takes` is the last [`Call`] that takes a stack, 0 for none.
+pub(crate) fn record(
+    recording: Option<&Recording>,
+    takes: u8,
+    source: Option<Arc<dyn StackSource>>,
+    forget: bool,
+) -> Result<(), AllocError> {
+    let Some(backend) = process::for_notice() else { return Ok(()) };
+    TAKES.store(if recording.is_some() { takes } else { 0 }, Ordering::Relaxed);
+    *SOURCE.write().unwrap_or_else(PoisonError::into_inner) = source;
+    IS_RECORDING.store(recording.is_some(), Ordering::Relaxed);
+    backend.record_history(recording, forget)
+}
+
+/// Whether anything is recorded.
+pub(crate) fn is_recording() -> bool {
     IS_RECORDING.load(Ordering::Relaxed)
 }
 
@@ -169,10 +215,16 @@ fn _allocation_stack(py: Python<'_>, address: u64) -> PyResult<Option<Bound<'_, 
 /// Records that the program says something of memory that it holds.
 #[pyfunction]
 fn _annotate(py: Python<'_>, address: u64, text: &str) {
+    py.detach(|| annotate(DevicePtr(address), text));
+}
+
+/// Records that the program says something of memory that it holds.
+pub(crate) fn annotate(address: DevicePtr, text: &str) {
     let Some(backend) = process::for_notice().filter(|_| is_recording()) else { return };
-    let before = LABEL.replace(label_id(text));
+    let before = LABEL.get();
+    set_label(text);
     let caller = caller(Call::Malloc);
-    py.detach(|| backend.annotate(DevicePtr(address)));
+    backend.annotate(address);
     drop(caller);
     LABEL.set(before);
 }
@@ -180,40 +232,64 @@ fn _annotate(py: Python<'_>, address: u64, text: &str) {
 /// Labels the events that the calling thread causes from now on; an empty text for none.
 #[pyfunction]
 fn _set_label(text: &str) {
-    LABEL.set(label_id(text));
+    set_label(text);
 }
 
 /// The label of the calling thread's events.
 #[pyfunction]
 fn _label() -> String {
-    label(LABEL.get())
+    label()
 }
 
-/// The texts of labels, by their numbers from 1 on.
+/// Labels the events that the calling thread causes from now on; an empty text for none.
+pub(crate) fn set_label(text: &str) {
+    LABEL.set(label_id(Words { label: text.to_owned(), ..words(LABEL.get()) }));
+}
+
+/// The label of the calling thread's events.
+pub(crate) fn label() -> String {
+    words(LABEL.get()).label
+}
+
+/// Notes what torch's compiler says of the code that the calling thread runs from now on; an empty text for nothing.
+pub(crate) fn set_compile_context(text: &str) {
+    LABEL.set(label_id(Words { compile_context: text.to_owned(), ..words(LABEL.get()) }));
+}
+
+/// What is said of a thread's events.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) struct Words {
+    /// By the program.
+    pub(crate) label: String,
+    /// By torch's compiler.
+    pub(crate) compile_context: String,
+}
+
+/// What was said, by numbers from 1 on.
 #[derive(Default)]
 struct Labels {
-    texts: Vec<String>,
-    numbers: HashMap<String, u32>,
+    words: Vec<Words>,
+    numbers: HashMap<Words, u32>,
 }
 
 static LABELS: Mutex<Option<Labels>> = Mutex::new(None);
 
-fn label_id(text: &str) -> LabelId {
-    if text.is_empty() {
+fn label_id(said: Words) -> LabelId {
+    if said == Words::default() {
         return LabelId(0);
     }
     let mut guard = LABELS.lock().unwrap_or_else(PoisonError::into_inner);
-    let Labels { texts, numbers } = guard.get_or_insert_default();
-    let next = texts.len() as u32 + 1;
-    LabelId(*numbers.entry(text.to_owned()).or_insert_with_key(|text| {
-        texts.push(text.clone());
+    let Labels { words, numbers } = guard.get_or_insert_default();
+    let next = words.len() as u32 + 1;
+    LabelId(*numbers.entry(said).or_insert_with_key(|said| {
+        words.push(said.clone());
         next
     }))
 }
 
-/// The text of a label.
-pub(crate) fn label(label: LabelId) -> String {
+/// What a label stands for.
+pub(crate) fn words(label: LabelId) -> Words {
     let guard = LABELS.lock().unwrap_or_else(PoisonError::into_inner);
     let index = label.0.checked_sub(1).map(|index| index as usize);
-    index.and_then(|index| guard.as_ref()?.texts.get(index).cloned()).unwrap_or_default()
+    index.and_then(|index| guard.as_ref()?.words.get(index).cloned()).unwrap_or_default()
 }

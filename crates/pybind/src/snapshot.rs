@@ -111,8 +111,10 @@ fn event<'py>(py: Python<'py>, event: &HistoryEvent, stacks: &mut Written<'py>) 
         dict.set_item(intern!(py, "time_us"), event.moment.time_us)?;
     }
     dict.set_item(intern!(py, "pool_id"), pool(event.pool))?;
-    dict.set_item(intern!(py, "compile_context"), intern!(py, "N/A"))?;
-    dict.set_item(intern!(py, "user_metadata"), recording::label(event.moment.label))?;
+    let said = recording::words(event.moment.label);
+    let compile_context = if said.compile_context.is_empty() { "N/A" } else { &said.compile_context };
+    dict.set_item(intern!(py, "compile_context"), compile_context)?;
+    dict.set_item(intern!(py, "user_metadata"), said.label)?;
     dict.set_item(intern!(py, "frames"), stacks.list(event.moment.stack)?)?;
     Ok(dict)
 }

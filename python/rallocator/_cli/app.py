@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import rallocator
+from rallocator._cli import bridge as bridge_command
 from rallocator._cli import demo as demo_command
 from rallocator._cli import doctor as doctor_command
 from rallocator._cli import replay as replay_command
@@ -149,6 +150,26 @@ def doctor(as_json: JsonOption = False) -> None:
     """
     if not doctor_command.run(as_json=as_json):
         raise typer.Exit(1)
+
+
+@app.command("build-bridge", short_help="Compile the faster way into the torch that is installed.")
+def build_bridge(
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write it here, for RALLOCATOR_BRIDGE, and not into your cache folder."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile the bridge, the faster way into the torch that is installed.
+
+    It takes seconds and needs a C++ compiler and CUDA's headers.
+    From then on rallocator takes it wherever nothing else was asked for.
+    """
+    try:
+        bridge_command.run(out, as_json=as_json)
+    except RallocatorError as error:
+        warn(error)
+        raise typer.Exit(1) from None
 
 
 @app.command(short_help="Show what the allocator saves, on a GPU or on a recorded history.")

@@ -1,7 +1,8 @@
 """What torch's own memory functions need to work with rallocator.
 
 torch's interface for allocators from outside has no hook for statistics, history, snapshots and some more: there its
-functions raise, or quietly answer nothing. But torch's Python functions look up what they call on `torch._C` each time,
+functions raise, or quietly answer nothing. (Through the bridge torch asks rallocator itself, so next to nothing is
+replaced there.) But torch's Python functions look up what they call on `torch._C` each time,
 so replacing those few names there makes every public function above them work. All that is replaced is in `TABLE`.
 
 Two things are between C++ and C++, out of Python's reach: cuDNN's benchmark asks for the largest free block, and the
@@ -43,6 +44,8 @@ class Replacement:
     """The first release that no longer has it; None if all do."""
     owner: str = "_C"
     """Where the name is looked up: an attribute of the module `torch`."""
+    is_for_bridge: bool = False
+    """Whether torch's own function does not work through the bridge either."""
 
     def belongs_to(self, release: tuple[int, int]) -> bool:
         """Whether a release of torch should have the name."""
@@ -130,12 +133,14 @@ TABLE = (
         settings_module.set_cuda_settings,
         "changes torch's own allocator, which is not in use: memory._set_allocator_settings",
         until=(2, 10),
+        is_for_bridge=True,
     ),
     Replacement(
         "_accelerator_setAllocatorSettings",
         settings_module.set_accelerator_settings,
         "changes torch's own allocator, which is not in use: memory._set_allocator_settings",
         since=(2, 10),
+        is_for_bridge=True,
     ),
     Replacement(
         "_share_cuda_",
@@ -157,12 +162,13 @@ class Installed:
     """What this release of torch should have and does not."""
 
 
-def install(torch: ModuleType, config: str) -> Installed:
+def install(torch: ModuleType, config: str, *, is_bridge: bool = False) -> Installed:
     """Replace the names, check each, and say what this torch lacks.
 
     Arguments:
         torch: the imported module, with rallocator as its allocator.
         config: the settings in force, as the core reads them.
+        is_bridge: whether torch calls rallocator through the bridge, where nearly all of its own functions work.
 
     Returns:
         What was replaced. For what is lacking there was one warning.
@@ -171,7 +177,11 @@ def install(torch: ModuleType, config: str) -> Installed:
         RallocatorError: torch did not take a replacement.
     """
     release = _torch.release(torch.__version__)
-    expected = [replacement for replacement in TABLE if replacement.belongs_to(release)]
+    expected = [
+        replacement
+        for replacement in TABLE
+        if replacement.belongs_to(release) and (replacement.is_for_bridge or not is_bridge)
+    ]
     state.begin(torch, release, config)
     replaced, lacking = [], []
     for replacement in expected:
@@ -185,9 +195,9 @@ def install(torch: ModuleType, config: str) -> Installed:
     # Python's threads must not be waited for once it is ending, and taking a call stack would.
     atexit.register(_core._stop_taking_stacks)
     missing = [f"{replacement.name} ({replacement.why})" for replacement in lacking]
-    if not _core._answer_cache_info():
+    if not is_bridge and not _core._answer_cache_info():
         missing.append(f"CUDAPluggableAllocator::cacheInfo ({_RAISES}torch.backends.cudnn.benchmark)")
-    if not _core._tell_profiler():
+    if not is_bridge and not _core._tell_profiler():
         missing.append("c10::reportMemoryUsageToProfiler (shows no memory: torch.profiler with profile_memory=True)")
     if missing:
         warnings.warn(

@@ -95,6 +95,18 @@ impl<D: Driver> Allocator<D> {
         Ok(self.devices.slots[id.index()].get_or_init(|| Box::new(device)))
     }
 
+    /// Brings two devices into use, after which `device` reaches the memory of `peer` as far as the setting `peers` and
+    /// the hardware let it.
+    ///
+    /// # Errors
+    ///
+    /// Those of bringing a device into use.
+    pub fn reach_peer(&self, device: DeviceId, peer: DeviceId) -> Result<(), AllocError> {
+        self.device(peer)?;
+        self.device(device)?;
+        Ok(())
+    }
+
     /// Has the devices in use, and those that come into use later, record so; `None` for not at all.
     ///
     /// Recorded events are kept, unless `forget_events` or a lower limit says otherwise; with `None` all are forgotten.

@@ -11,7 +11,7 @@ use crate::{
     error::{AllocError, OutOfMemory, PendingBytes},
     history::{Action, HistoryEvent, StackId},
     id::{DeviceId, DevicePtr, PoolId, StreamHandle},
-    snapshot::{DevicePicture, SegmentPicture},
+    snapshot::{BlockPicture, DevicePicture, PictureState, SegmentPicture},
     stats::{Family, Stats},
 };
 
@@ -60,6 +60,11 @@ impl<D: Driver> Allocator<D> {
             DevicePicture { device: state.id, segments: state.picture(), events: state.history.events().collect() }
         };
         self.devices_in_use().into_iter().filter_map(|id| self.read(id, picture)).collect()
+    }
+
+    /// The block at an allocated address.
+    pub fn block_at(&self, address: DevicePtr) -> Option<BlockPicture> {
+        self.devices_in_use().into_iter().find_map(|id| self.read(id, |state| state.held_block(address)).flatten())
     }
 
     /// By whom the memory at an allocated address was asked for; [`StackId::NONE`] if that was not recorded.
@@ -241,6 +246,13 @@ impl DeviceState {
         if block.state == BlockState::Allocated {
             self.record(Action::Annotate, address.0, block.requested, block.pool);
         }
+    }
+
+    fn held_block(&self, address: DevicePtr) -> Option<BlockPicture> {
+        let block = self.blocks.at(address.0).map(|id| &self.blocks[id])?;
+        let stack = self.history.block_stack(address.0);
+        let (size, requested, state) = (block.size, block.requested, PictureState::Allocated);
+        (block.state == BlockState::Allocated).then_some(BlockPicture { address, size, requested, state, stack })
     }
 
     /// The contiguous memory around an allocated block.

@@ -10,8 +10,13 @@ use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_void};
 use std::sync::Arc;
 
+use alloc_core::checkpoint::Checkpoint;
 use alloc_core::id::{PoolId, StreamHandle};
 
+use super::api_memory::{Block, MemoryVisitor, RecordingOptions, StackVisitor};
+use super::api_pools::AddressVisitor;
+use super::api_stats::{DeviceStats, OutOfMemoryDetails, PoolVisitor, Settings};
+use super::{api_memory, api_pools, api_stats};
 use super::{device_pointer, rallocator_base_allocation, raw_address, stream_handle};
 use crate::failure::Failure;
 use crate::hooks;
@@ -19,7 +24,7 @@ use crate::hooks;
 /// How a call ended: `rallocator_status`.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Status {
+pub(super) enum Status {
     /// Done.
     Ok = 0,
     /// The device has too little memory for it.
@@ -58,6 +63,35 @@ pub(crate) struct ApiTable {
     visit_stats: unsafe extern "C" fn(i32, StatCallback, *mut c_void),
     reset_peak_stats: extern "C" fn(i32),
     reset_accumulated_stats: extern "C" fn(i32),
+    init: extern "C" fn(i32),
+    device_count: extern "C" fn() -> i32,
+    take_back: extern "C" fn(*mut c_void, i32) -> bool,
+    find_block: unsafe extern "C" fn(*mut c_void, *mut Block) -> bool,
+    memory_in_use: unsafe extern "C" fn(i32, *mut u64, *mut u64),
+    largest_available: extern "C" fn(i32) -> u64,
+    last_out_of_memory: unsafe extern "C" fn(*mut OutOfMemoryDetails) -> bool,
+    device_stats: unsafe extern "C" fn(i32, *mut DeviceStats),
+    visit_private_pools: unsafe extern "C" fn(i32, PoolVisitor, *mut c_void),
+    settings: unsafe extern "C" fn(*mut Settings),
+    create_pool: extern "C" fn(i32, u64, u64) -> Status,
+    pool_users: extern "C" fn(i32, u64, u64) -> u32,
+    serve_when_out_of_memory: extern "C" fn(i32, u64, u64, bool) -> bool,
+    forbid_splits: extern "C" fn(i32, u64, u64) -> bool,
+    empty_pool: extern "C" fn(u64, u64) -> Status,
+    checkpoint_pool: extern "C" fn(i32, u64, u64) -> *mut Checkpoint,
+    drop_checkpoint: unsafe extern "C" fn(*mut Checkpoint),
+    restore_pool: unsafe extern "C" fn(i32, *const Checkpoint, AddressVisitor, AddressVisitor, *mut c_void) -> Status,
+    visit_pool: unsafe extern "C" fn(i32, u64, u64, AddressVisitor, *mut c_void) -> bool,
+    reach_peer: extern "C" fn(i32, i32) -> Status,
+    visit_memory: unsafe extern "C" fn(u64, u64, *const MemoryVisitor),
+    record_history: unsafe extern "C" fn(*const RecordingOptions, bool) -> Status,
+    is_recording: extern "C" fn() -> bool,
+    visit_stacks: unsafe extern "C" fn(StackVisitor, *mut c_void),
+    stack_of: extern "C" fn(*mut c_void) -> u32,
+    annotate: unsafe extern "C" fn(*mut c_void, *const c_char),
+    set_label: unsafe extern "C" fn(*const c_char),
+    label: extern "C" fn() -> *const c_char,
+    set_compile_context: unsafe extern "C" fn(*const c_char),
 }
 
 static TABLE: ApiTable = ApiTable {
@@ -80,6 +114,35 @@ static TABLE: ApiTable = ApiTable {
     visit_stats,
     reset_peak_stats,
     reset_accumulated_stats,
+    init: api_stats::init,
+    device_count: api_stats::device_count,
+    take_back,
+    find_block: api_memory::find_block,
+    memory_in_use: api_stats::memory_in_use,
+    largest_available: api_stats::largest_available,
+    last_out_of_memory: api_stats::last_out_of_memory,
+    device_stats: api_stats::device_stats,
+    visit_private_pools: api_stats::visit_private_pools,
+    settings: api_stats::settings,
+    create_pool: api_pools::create_pool,
+    pool_users: api_pools::pool_users,
+    serve_when_out_of_memory: api_pools::serve_when_out_of_memory,
+    forbid_splits: api_pools::forbid_splits,
+    empty_pool: api_pools::empty_pool,
+    checkpoint_pool: api_pools::checkpoint_pool,
+    drop_checkpoint: api_pools::drop_checkpoint,
+    restore_pool: api_pools::restore_pool,
+    visit_pool: api_pools::visit_pool,
+    reach_peer: api_pools::reach_peer,
+    visit_memory: api_memory::visit_memory,
+    record_history: api_memory::record_history,
+    is_recording: api_memory::is_recording,
+    visit_stacks: api_memory::visit_stacks,
+    stack_of: api_memory::stack_of,
+    annotate: api_memory::annotate,
+    set_label: api_memory::set_label,
+    label: api_memory::label,
+    set_compile_context: api_memory::set_compile_context,
 };
 
 /// The table, which lives as long as the process.
@@ -115,6 +178,10 @@ unsafe extern "C-unwind" fn allocate(
 
 extern "C" fn free(address: *mut c_void, device: i32) {
     hooks::free(device_pointer(address), device);
+}
+
+extern "C" fn take_back(address: *mut c_void, device: i32) -> bool {
+    hooks::free(device_pointer(address), device)
 }
 
 extern "C" fn empty_cache() -> Status {
@@ -169,12 +236,13 @@ extern "C" fn reset_accumulated_stats(device: i32) {
     hooks::reset_accumulated_stats(device);
 }
 
-fn status(result: Result<(), Failure>) -> Status {
+pub(super) fn status(result: Result<(), Failure>) -> Status {
     result.map_or_else(|failure| failed(&failure), |()| Status::Ok)
 }
 
 /// Keeps the failure's text for [`last_error`].
-fn failed(failure: &Failure) -> Status {
+pub(super) fn failed(failure: &Failure) -> Status {
+    api_stats::keep_details(failure);
     let text = CString::new(failure.to_string().replace('\0', "")).unwrap_or_default();
     // A thread that is ending has nowhere to keep it any more; the status still tells of the failure.
     let _ = LAST_ERROR.try_with(|last| last.replace(text));

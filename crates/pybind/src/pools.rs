@@ -1,0 +1,69 @@
+//! What is asked of private pools besides beginning and ending them, in safe code: see [`crate::hooks`] for the rules.
+
+use alloc_core::checkpoint::{Checkpoint, Restored};
+use alloc_core::id::PoolId;
+
+use crate::failure::Failure;
+use crate::hooks::{device_id, guarded, notice};
+use crate::process;
+
+/// Makes a private pool, or gives it one more user, without sending requests there.
+pub(crate) fn create(device: i32, pool: PoolId) -> Result<(), Failure> {
+    let backend = process::for_request()?;
+    let device = device_id(device)?;
+    process::mark_in_use();
+    guarded(|| Ok(backend.create_pool(device, pool)?))
+}
+
+/// How many users the pool has; 0 for no such pool.
+pub(crate) fn users(device: i32, pool: PoolId) -> u32 {
+    let mut users = 0;
+    if let Ok(device) = device_id(device) {
+        notice(|backend| users = backend.pool_users(device, pool));
+    }
+    users
+}
+
+/// Whether the pool's idle memory serves requests that would fail otherwise; false for no such pool.
+pub(crate) fn serve_when_out_of_memory(device: i32, pool: PoolId, serves: bool) -> bool {
+    let mut is_there = false;
+    if let Ok(device) = device_id(device) {
+        notice(|backend| is_there = backend.serve_when_out_of_memory(device, pool, serves));
+    }
+    is_there
+}
+
+/// Has the pool's blocks handed out whole; false for no such pool.
+pub(crate) fn forbid_splits(device: i32, pool: PoolId) -> bool {
+    let mut is_there = false;
+    if let Ok(device) = device_id(device) {
+        notice(|backend| is_there = backend.forbid_splits(device, pool));
+    }
+    is_there
+}
+
+/// Gives what a released pool holds back to the driver.
+pub(crate) fn empty(pool: PoolId) -> Result<(), Failure> {
+    if process::phase() != process::Phase::InUse {
+        // As for the whole cache: there is nothing yet, or nothing may be done any more.
+        return Ok(());
+    }
+    let backend = process::for_request()?;
+    guarded(|| Ok(backend.empty_pool(pool)?))
+}
+
+/// What the pool holds now; `None` for no such pool.
+pub(crate) fn checkpoint(device: i32, pool: PoolId) -> Option<Checkpoint> {
+    let mut checkpoint = None;
+    if let Ok(device) = device_id(device) {
+        notice(|backend| checkpoint = backend.checkpoint_pool(device, pool));
+    }
+    checkpoint
+}
+
+/// Has the pool hold what it held at the checkpoint.
+pub(crate) fn restore(device: i32, checkpoint: &Checkpoint) -> Result<Restored, Failure> {
+    let backend = process::for_request()?;
+    let device = device_id(device)?;
+    guarded(|| Ok(backend.restore_pool(device, checkpoint)?))
+}

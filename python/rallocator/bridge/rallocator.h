@@ -1,0 +1,1 @@
+../../../include/rallocator.h
