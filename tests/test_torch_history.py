@@ -93,9 +93,9 @@ for arguments in ({"enabled": "some"}, {"context": "some"}, {"stacks": "some"}):
     assert printed[2] == "[2, 2, 2]"
     assert printed[3] == "2 ['free_completed', 'snapshot']"
     assert printed[4] == "1"
-    assert printed[5] == "[[]] False"
+    assert printed[5] == "[[], []] False"
     assert printed[6] == f"{three} True"
-    assert printed[7] == "[[]]"
+    assert printed[7] == "[[], []]"
     assert [line.split()[0] for line in printed[8:]] == ["enabled", "context", "stacks"]
 
 

@@ -23,6 +23,7 @@ GLIBC = (2, 28)
 GLIBCXX = (3, 4, 24)
 """What manylinux_2_28 promises: GCC 8's."""
 NAME = re.compile(r"rallocator-[^-]+-cp310-abi3-manylinux_2_28_(x86_64|aarch64)\.whl")
+PREBUILT = "/bridge/prebuilt/"
 CONTENTS = (
     "rallocator/_core.abi3.so",
     "rallocator/_core.pyi",
@@ -63,10 +64,14 @@ def take_bridges_out(wheel: Path, folder: Path) -> Path:
     rest = folder / wheel.name
     with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(rest, "w") as kept:
         for name in whole.namelist():
-            if "/bridge/prebuilt/" in name:
-                (folder / Path(name).name).write_bytes(whole.read(name))
-            else:
-                kept.writestr(name, whole.read(name))
+            content = whole.read(name)
+            if PREBUILT in name:
+                (folder / Path(name).name).write_bytes(content)
+                continue
+            if name.endswith(".dist-info/RECORD"):
+                lines = content.decode().splitlines(keepends=True)
+                content = "".join(line for line in lines if PREBUILT not in line).encode()
+            kept.writestr(name, content)
     return rest
 
 
