@@ -16,7 +16,7 @@ cargo_test := $(shell command -v cargo-nextest >/dev/null && echo nextest run ||
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help run check test wheel release-wheel headers bench sabotage loom fix pages lock clean \
+.PHONY: help run check test wheel release-wheel headers bench sabotage loom fix pages images lock clean \
 	develop install-wheel rust loom-models python-checks python-without-torch python-with-torch
 
 help: ## List these commands
@@ -58,6 +58,9 @@ fix: $(VIRTUAL_ENV)/tools ## Format everything, and mend what the linters can me
 pages: develop ## Write what follows from runs: the demo in README.md, docs/gpu-results.md
 	python tools/write_readme.py
 	python -m bench.gpu.report
+
+images: develop ## Take the pictures of the report in docs/images, with Debian's Chromium
+	python tools/write_images.py
 
 lock: $(VIRTUAL_ENV)/tools ## Pin the newest versions of all dependencies
 	cargo update

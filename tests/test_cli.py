@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 import rallocator
 from rallocator import _demo, _demo_training, _doctor, _gpu
 from rallocator._cli.app import app
-from rallocator._cli.console import printable
 from rallocator._replay import POLICIES
 from rallocator._run import Program
 from rallocator._sizes import format_size, parse_size
+from rallocator._text import printable
 from tests.histories import MIB, TRACES, event, free, segment, write, write_history
 
 WITHOUT_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80"}

@@ -14,6 +14,7 @@ from rallocator._cli import doctor as doctor_command
 from rallocator._cli import replay as replay_command
 from rallocator._cli.console import warn
 from rallocator._replay import DEFAULT_LAG_MS, POLICIES, ReplaySettings, Streams
+from rallocator._report import Frames
 from rallocator._run import Program
 from rallocator.errors import RallocatorError
 
@@ -113,6 +114,12 @@ def replay(
         typer.Option(metavar="SIZE", help="Unpacked size above which a file is refused. 4GiB if left out."),
     ] = None,
     as_json: JsonOption = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Write a report: one page of HTML that opens offline.")
+    ] = None,
+    frames: Annotated[
+        Frames, typer.Option(help="What the report shows of files in stacks: base names, full paths, or no stacks.")
+    ] = Frames.BASE,
 ) -> None:
     """Replay recorded allocation histories on a simulated GPU, without a real one.
 
@@ -132,7 +139,7 @@ def replay(
             minimum=minimum,
             max_size=max_size,
         )
-        answer = replay_command.run(files, settings, as_json=as_json)
+        answer = replay_command.run(files, settings, as_json=as_json, page=html, frames=frames.value)
     except RallocatorError as error:
         _fail(error)
     if answer.unreadable:

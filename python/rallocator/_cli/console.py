@@ -13,13 +13,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from rallocator._text import printable
+
 PROGRESS_AFTER_SECONDS = 2.0
 """Work that takes less shows no progress bar."""
-
-
-def printable(text: object) -> str:
-    """Return text from outside on one line, with every character that a terminal would act on written out."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def cell(text: object) -> Text:

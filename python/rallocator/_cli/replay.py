@@ -10,8 +10,9 @@ from pathlib import Path
 
 from rallocator._cli.console import print_json, print_table, print_text, progress, warn
 from rallocator._replay import Advice, MemoryState, ReplayResult, ReplayRow, ReplaySettings, replay_file
+from rallocator._report import Frames, write_page
 from rallocator._sizes import format_size
-from rallocator.errors import SnapshotError
+from rallocator.errors import RallocatorError, SnapshotError
 
 LINE_WIDTH = 79
 """Columns of running text, so that it fits a terminal of 80."""
@@ -34,19 +35,36 @@ class Answer:
         return all(result.fits for result in self.results)
 
 
-def run(files: Sequence[Path], settings: ReplaySettings, *, as_json: bool) -> Answer:
-    """Replay files and print what came of it."""
+def run(
+    files: Sequence[Path], settings: ReplaySettings, *, as_json: bool, page: Path | None = None, frames: str = "base"
+) -> Answer:
+    """Replay files and print what came of it.
+
+    Arguments:
+        files: the recordings.
+        settings: how to replay them.
+        as_json: whether to print JSON.
+        page: where to write a report, if one is wanted.
+        frames: how much of recorded stacks the report shows.
+
+    Raises:
+        RallocatorError: the report cannot be written.
+    """
     for key in settings.without_effect:
         warn(f"the setting {key} has no effect on a replay")
     answer = Answer()
     with progress("Replaying", len(files)) as file_done:
         for file in files:
             try:
-                answer.results.append(replay_file(file, settings).without_steps())
+                keep_frames = page is not None and frames != "none"
+                result = replay_file(file, settings, keep_frames=keep_frames)
+                answer.results.append(result if page else result.without_steps())
             except SnapshotError as error:
                 answer.unreadable += 1
                 warn(f"{os.fspath(file)}: {error}")
             file_done()
+    if page is not None and answer.results:
+        _write_report(page, answer.results, frames)
     if as_json:
         print_json([row for result in answer.results for row in result.to_json()])
         return answer
@@ -55,6 +73,14 @@ def run(files: Sequence[Path], settings: ReplaySettings, *, as_json: bool) -> An
             print_text("")
         print_rows(result.rows, settings, result.advice)
     return answer
+
+
+def _write_report(page: Path, results: Sequence[ReplayResult], frames: str) -> None:
+    try:
+        page.write_text(write_page(results, Frames(frames)), encoding="utf-8")
+    except OSError as error:
+        raise RallocatorError(f"{os.fspath(page)}: {error.strerror or error}") from error
+    warn(f"wrote {os.fspath(page)}")
 
 
 def groups(rows: Sequence[ReplayRow]) -> dict[tuple[str, int], list[ReplayRow]]:
@@ -96,7 +122,8 @@ def print_rows(
 def _print_figures(name: str, rows: Sequence[ReplayRow], settings: ReplaySettings | None) -> None:
     first = rows[0]
     with_minimum = settings is not None and settings.minimum
-    print_text(f"{name}: {first.events:,} events, peak allocated {_size(first.peak_allocated)}")
+    most = max(row.peak_allocated or 0 for row in rows)
+    print_text(f"{name}: {first.events:,} events, peak allocated {_size(most)}")
     figures = ("reserved", "utilization", "failed", "retries", "waits", "fits in" if with_minimum else "driver time")
     recorded = [_recorded(first)] if first.recorded_peak_reserved else []
     columns = [("policy", "name"), *((heading, "figure") for heading in figures)]
