@@ -55,8 +55,9 @@ fix: $(VIRTUAL_ENV)/tools ## Format everything, and mend what the linters can me
 	ruff check --fix
 	ruff format
 
-pages: develop ## Write what follows from runs: the demo in README.md, docs/gpu-results.md
+pages: develop ## Write what follows from runs: README.md, docs/gpu-results.md, examples in docs
 	python tools/write_readme.py
+	python tools/write_replay_docs.py
 	python -m bench.gpu.report
 
 images: develop ## Take the pictures of the report in docs/images, with Debian's Chromium
