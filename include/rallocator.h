@@ -364,6 +364,15 @@ typedef struct rallocator_api {
   const char *(*label)(void);
   /* As set_label, for what the thread's compiler says of the code that runs. */
   void (*set_compile_context)(const char *text);
+
+  /* Names the allocation at `address` to other processes of this user: a text without a 0 inside, valid until this
+   * thread's next call of this; null after a failure. The allocation begins `*offset` bytes into the named memory. It has
+   * to be held for as long as another process uses it. */
+  const char *(*share)(void *address, uint64_t *offset);
+  /* Brings memory that another process has named to an address of this one, for `device` to use. */
+  rallocator_status (*open_shared)(const char *text, int32_t device, void **base);
+  /* Gives up what open_shared has returned; waits for the device's work. */
+  void (*close_shared)(void *base);
 } rallocator_api;
 
 /* The table. It lives as long as the process. */

@@ -20,6 +20,9 @@ CLIENT_TESTS = [
     "size_zero_and_pointers_that_are_not_ours_do_nothing",
     "memory_fraction_is_kept",
     "pool_asks_the_filter_and_releases_it_once",
+    "statistics_and_pictures_agree",
+    "pool_goes_back_to_a_checkpoint",
+    "failure_for_want_of_memory_has_details",
 ]
 
 

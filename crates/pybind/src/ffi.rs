@@ -9,9 +9,11 @@
 
 mod api_memory;
 mod api_pools;
+mod api_sharing;
 mod api_stats;
 mod api_table;
 mod cxx_exception;
+pub(crate) mod descriptors;
 mod largest_block;
 mod library;
 mod profiler;

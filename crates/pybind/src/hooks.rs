@@ -18,7 +18,7 @@ use alloc_core::stats::{Family, Stats};
 
 use crate::failure::Failure;
 use crate::recording::Call;
-use crate::{observers, probe, process, recording};
+use crate::{observers, probe, process, recording, sharing};
 
 /// Calls that were answered by doing nothing, since no error may be raised from them.
 static FOREIGN_POINTERS: AtomicU64 = AtomicU64::new(0);
@@ -71,6 +71,7 @@ pub(crate) fn malloc(size: usize, device: i32, stream: StreamHandle) -> Result<O
 pub(crate) fn free(pointer: Option<DevicePtr>, device: i32) -> bool {
     let Some(pointer) = pointer else { return false };
     let hint = DeviceId(u32::try_from(device).unwrap_or(0));
+    sharing::on_free(pointer);
     let _caller = process::for_notice().and_then(|_| recording::caller(Call::Free));
     // Where nothing may be done any more, all that was inherited or is left counts as taken.
     let mut is_taken = true;

@@ -28,6 +28,7 @@ mod probe;
 mod process;
 mod recording;
 mod replay;
+mod sharing;
 mod simulated_gpu;
 mod snapshot;
 mod stacks;

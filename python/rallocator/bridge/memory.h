@@ -105,12 +105,42 @@ class Memory : public CUDAAllocator {
   }
 #endif
 
-  ShareableHandle shareIpcHandle(void*) override {
-    refuse("rallocator cannot send a CUDA tensor to another process yet: send tensor.cpu() and copy it to the GPU there");
+  // Other processes.
+
+  ShareableHandle shareIpcHandle(void* address) override {
+    uint64_t offset = 0;
+    const char* text = api->share(address, &offset);
+    if (!text) {
+      fail();
+    }
+    return {static_cast<ptrdiff_t>(offset), text};
   }
 
-  std::shared_ptr<void> getIpcDevPtr(std::string) override {
-    refuse("rallocator cannot receive a CUDA tensor from another process yet: have it send tensor.cpu()");
+  std::shared_ptr<void> getIpcDevPtr(std::string handle) override {
+    // Of tensors that share memory the second finds what the first has opened.
+    const std::lock_guard<std::mutex> lock(opened_mutex_);
+    auto& known = opened_[handle];
+    if (auto opened = known.lock()) {
+      return opened;
+    }
+    void* base = nullptr;
+    const auto status = api->open_shared(handle.c_str(), c10::cuda::current_device(), &base);
+    if (status != RALLOCATOR_OK) {
+      opened_.erase(handle);
+      fail();
+    }
+    std::shared_ptr<void> opened(base, [this, handle](void* base) {
+      {
+        const std::lock_guard<std::mutex> lock(opened_mutex_);
+        const auto known = opened_.find(handle);
+        if (known != opened_.end() && known->second.expired()) {
+          opened_.erase(known);
+        }
+      }
+      api->close_shared(base);
+    });
+    known = opened;
+    return opened;
   }
 
   // Life.
@@ -301,6 +331,8 @@ class Memory : public CUDAAllocator {
     C10_THROW_ERROR(OutOfMemoryError, text);
   }
 
+  std::mutex opened_mutex_;
+  std::unordered_map<std::string, std::weak_ptr<void>> opened_;
   std::mutex observers_mutex_;
   std::vector<OutOfMemoryObserver> observers_;
 };

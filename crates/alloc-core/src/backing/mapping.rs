@@ -46,6 +46,12 @@ impl Mappings {
         self.by_address.range(from..to).map(|(_, mapping)| *mapping).filter(move |mapping| mapping.end() <= to)
     }
 
+    /// The handles of which some byte lies between two addresses, in address order.
+    pub(crate) fn overlapping(&self, from: u64, to: u64) -> impl Iterator<Item = Mapping> + '_ {
+        let first = self.by_address.range(..=from).next_back().map_or(from, |(address, _)| *address);
+        self.by_address.range(first..to).map(|(_, mapping)| *mapping).filter(move |mapping| from < mapping.end())
+    }
+
     /// Whether every address between the two has memory.
     pub(crate) fn covers(&self, from: u64, to: u64) -> bool {
         let first = self.by_address.range(..=from).next_back().map_or(from, |(address, _)| *address);
@@ -102,6 +108,16 @@ mod tests {
         let within: Vec<_> = mappings.within(5, 30).map(|mapping| mapping.address).collect();
         assert_eq!(within, [20]);
         assert_eq!(mappings.bytes(), 42);
+    }
+
+    #[test]
+    fn handle_that_reaches_in_from_either_side_overlaps() {
+        let mappings = mappings(&[(0, 20), (20, 2), (30, 20)]);
+        let overlapping = |from, to| mappings.overlapping(from, to).map(|mapping| mapping.address).collect::<Vec<_>>();
+        assert_eq!(overlapping(19, 21), [0, 20]);
+        assert_eq!(overlapping(22, 30), []);
+        assert_eq!(overlapping(25, 31), [30]);
+        assert_eq!(overlapping(0, 99), [0, 20, 30]);
     }
 
     #[test]

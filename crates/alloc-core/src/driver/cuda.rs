@@ -15,20 +15,20 @@
 
 #![expect(unsafe_code, reason = "every call of the driver is foreign code")]
 
-use std::ffi::{c_int, c_uint};
+use std::ffi::{c_char, c_int, c_uint};
 use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use cudarc::driver::sys::{
-    CUcontext, CUctx_st, CUdevice, CUdevice_attribute, CUevent, CUevent_flags, CUresult, CUstream, CUstreamCaptureMode,
-    CUstreamCaptureStatus,
+    CUcontext, CUctx_st, CUdevice, CUdevice_attribute, CUevent, CUevent_flags, CUipcMemHandle, CUresult, CUstream,
+    CUstreamCaptureMode, CUstreamCaptureStatus,
 };
 
 use super::cuda_library::{self as library, check, read, start};
 use super::cuda_vmm::{self, HandleUses};
 use super::{
-    Call, Capabilities, CaptureMode, CaptureStatus, Completion, Driver, DriverError, MemoryInfo, Result, Status,
+    Call, Capabilities, CaptureMode, CaptureStatus, Completion, Driver, DriverError, MemoryInfo, Result, Status, Ticket,
 };
 use crate::id::{DeviceId, DevicePtr, Event, PhysicalHandle, Stream, StreamHandle};
 
@@ -215,6 +215,44 @@ impl Driver for CudaDriver {
 
     fn unmap(&self, device: DeviceId, address: DevicePtr, size: u64) -> Result<()> {
         self.in_context(device, Call::Unmap, |_| cuda_vmm::unmap(address, size))
+    }
+
+    fn export_handle(&self, device: DeviceId, handle: PhysicalHandle) -> Result<i32> {
+        self.in_context(device, Call::ExportHandle, |_| cuda_vmm::export(handle))
+    }
+
+    fn import_handle(&self, device: DeviceId, descriptor: i32) -> Result<PhysicalHandle> {
+        self.in_context(device, Call::ImportHandle, |_| cuda_vmm::import(descriptor))
+    }
+
+    fn ticket(&self, device: DeviceId, base: DevicePtr) -> Result<Ticket> {
+        self.in_context(device, Call::GetTicket, |_| {
+            let ticket = read(Call::GetTicket, CUipcMemHandle { reserved: [0; Ticket::BYTES] }, |ticket| {
+                // SAFETY: `ticket` is a local that outlives the call; the driver refuses what it did not allocate.
+                unsafe { library::cuIpcGetMemHandle(ticket, base.0) }
+            })?;
+            Ok(Ticket(ticket.reserved.map(|byte| byte.to_ne_bytes()[0])))
+        })
+    }
+
+    fn open_ticket(&self, device: DeviceId, ticket: &Ticket) -> Result<DevicePtr> {
+        // Peers may reach it too, and a process may have opened another ticket of the same memory.
+        const LAZY_PEER_ACCESS: c_uint = 1;
+        self.in_context(device, Call::OpenTicket, |_| {
+            let ticket = CUipcMemHandle { reserved: ticket.0.map(|byte| c_char::from_ne_bytes([byte])) };
+            let address = read(Call::OpenTicket, 0, |address| {
+                // SAFETY: `address` is a local that outlives the call; the driver refuses a ticket that is not one.
+                unsafe { library::cuIpcOpenMemHandle_v2(address, ticket, LAZY_PEER_ACCESS) }
+            })?;
+            Ok(DevicePtr(address))
+        })
+    }
+
+    fn close_ticket(&self, device: DeviceId, address: DevicePtr) -> Result<()> {
+        self.in_context(device, Call::CloseTicket, |_| {
+            // SAFETY: The driver refuses an address that is of no ticket, and waits for the work that uses it.
+            check(Call::CloseTicket, unsafe { library::cuIpcCloseMemHandle(address.0) })
+        })
     }
 
     fn create_event(&self, device: DeviceId) -> Result<Event> {

@@ -8,13 +8,13 @@
 
 #![expect(unsafe_code, reason = "opening a library runs its constructors, and every function in it is foreign code")]
 
-use std::ffi::{c_int, c_uint, c_ulonglong};
+use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 use std::sync::OnceLock;
 
 use cudarc::driver::sys::{
-    self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUmemAccessDesc,
-    CUmemAllocationGranularity_flags, CUmemAllocationProp, CUmemGenericAllocationHandle, CUresult, CUstream,
-    CUstreamCaptureMode, CUstreamCaptureStatus,
+    self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUipcMemHandle, CUmemAccessDesc,
+    CUmemAllocationGranularity_flags, CUmemAllocationHandleType, CUmemAllocationProp, CUmemGenericAllocationHandle,
+    CUresult, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus,
 };
 
 use super::{Call, DriverError, Result, Status};
@@ -92,6 +92,16 @@ functions! {
     ),
     SetAccess: cuMemSetAccess(address: CUdeviceptr, size: usize, access: *const CUmemAccessDesc, count: usize),
     Unmap: cuMemUnmap(address: CUdeviceptr, size: usize),
+    ExportHandle: cuMemExportToShareableHandle(
+        descriptor: *mut c_void, handle: CUmemGenericAllocationHandle, kind: CUmemAllocationHandleType,
+        flags: c_ulonglong
+    ),
+    ImportHandle: cuMemImportFromShareableHandle(
+        handle: *mut CUmemGenericAllocationHandle, descriptor: *mut c_void, kind: CUmemAllocationHandleType
+    ),
+    GetTicket: cuIpcGetMemHandle(ticket: *mut CUipcMemHandle, address: CUdeviceptr),
+    OpenTicket: cuIpcOpenMemHandle_v2(address: *mut CUdeviceptr, ticket: CUipcMemHandle, flags: c_uint),
+    CloseTicket: cuIpcCloseMemHandle(address: CUdeviceptr),
     CreateEvent: cuEventCreate(event: *mut CUevent, flags: c_uint),
     DestroyEvent: cuEventDestroy_v2(event: CUevent),
     RecordEvent: cuEventRecord(event: CUevent, stream: CUstream),

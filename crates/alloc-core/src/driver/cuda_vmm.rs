@@ -143,6 +143,29 @@ pub(super) fn release(handle: PhysicalHandle) -> Result<()> {
     check(Call::ReleaseHandle, unsafe { library::cuMemRelease(handle.0) })
 }
 
+/// The kind of name for a handle that other processes understand.
+const DESCRIPTOR: CUmemAllocationHandleType = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+
+/// A descriptor for a handle's memory.
+pub(super) fn export(handle: PhysicalHandle) -> Result<i32> {
+    read(Call::ExportHandle, -1_i32, |descriptor| {
+        // SAFETY: The handle came from `create` and is not released, which the allocator guarantees; the driver writes a
+        // descriptor, which is an `int`, to a local that outlives the call. Flags must be 0.
+        unsafe { library::cuMemExportToShareableHandle(ptr::from_mut(descriptor).cast(), handle.0, DESCRIPTOR, 0) }
+    })
+}
+
+/// A handle for the memory that a descriptor names.
+pub(super) fn import(descriptor: i32) -> Result<PhysicalHandle> {
+    let handle = read(Call::ImportHandle, 0, |handle| {
+        let descriptor = ptr::without_provenance_mut(descriptor as usize);
+        // SAFETY: `handle` is a local that outlives the call. The descriptor is passed as a number in a pointer's place,
+        // and the driver refuses one that is not of its making.
+        unsafe { library::cuMemImportFromShareableHandle(handle, descriptor, DESCRIPTOR) }
+    })?;
+    Ok(PhysicalHandle(handle))
+}
+
 /// Maps a whole handle.
 pub(super) fn map(address: DevicePtr, size: u64, handle: PhysicalHandle) -> Result<()> {
     // SAFETY: The driver refuses addresses outside a reservation and addresses that are mapped; the handle came from

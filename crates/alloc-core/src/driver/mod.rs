@@ -47,6 +47,15 @@ pub struct MemoryInfo {
     pub total_bytes: u64,
 }
 
+/// Memory of another process, as CUDA names it between processes (`CUipcMemHandle`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Ticket(pub [u8; Ticket::BYTES]);
+
+impl Ticket {
+    /// How long one is.
+    pub const BYTES: usize = 64;
+}
+
 /// Whether queued work has ended. An error is neither, and is never folded into one of these.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Completion {
@@ -136,6 +145,16 @@ driver_calls! {
     SetAccess = "cuMemSetAccess",
     /// [`Driver::unmap`].
     Unmap = "cuMemUnmap",
+    /// [`Driver::export_handle`].
+    ExportHandle = "cuMemExportToShareableHandle",
+    /// [`Driver::import_handle`].
+    ImportHandle = "cuMemImportFromShareableHandle",
+    /// [`Driver::ticket`].
+    GetTicket = "cuIpcGetMemHandle",
+    /// [`Driver::open_ticket`].
+    OpenTicket = "cuIpcOpenMemHandle",
+    /// [`Driver::close_ticket`].
+    CloseTicket = "cuIpcCloseMemHandle",
     /// [`Driver::create_event`].
     CreateEvent = "cuEventCreate",
     /// [`Driver::destroy_event`].
@@ -329,6 +348,29 @@ pub trait Driver: Send + Sync + 'static {
     /// Reserved addresses at which nothing is mapped are left alone, which is no error: success does not prove that
     /// something was mapped there.
     fn unmap(&self, device: DeviceId, address: DevicePtr, size: u64) -> Result<()>;
+
+    /// A file descriptor that names the memory of a handle, for [`import_handle`](Self::import_handle) in this process or in
+    /// another that was sent it. The caller closes it.
+    ///
+    /// Fails, with a status that differs from driver to driver, if the handle could not be made to be exported.
+    fn export_handle(&self, device: DeviceId, handle: PhysicalHandle) -> Result<i32>;
+
+    /// The memory that a descriptor names, as a handle to be mapped and released like one of [`create_handle`]'s. The
+    /// memory goes back to the device when all handles of all processes are released and all mappings gone. The
+    /// descriptor stays the caller's.
+    ///
+    /// [`create_handle`]: Self::create_handle
+    fn import_handle(&self, device: DeviceId, descriptor: i32) -> Result<PhysicalHandle>;
+
+    /// What names the memory that [`allocate`](Self::allocate) returned at `base` to other processes.
+    fn ticket(&self, device: DeviceId, base: DevicePtr) -> Result<Ticket>;
+
+    /// An address in this process for the memory that another process's ticket names, until it is
+    /// [closed](Self::close_ticket). A process cannot open its own tickets ([`Status::InvalidContext`]).
+    fn open_ticket(&self, device: DeviceId, ticket: &Ticket) -> Result<DevicePtr>;
+
+    /// Gives up the address that [`open_ticket`](Self::open_ticket) returned. **Waits for all work queued on the device.**
+    fn close_ticket(&self, device: DeviceId, address: DevicePtr) -> Result<()>;
 
     /// A new event in `device`'s context, without timing.
     fn create_event(&self, device: DeviceId) -> Result<Event>;

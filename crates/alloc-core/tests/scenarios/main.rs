@@ -9,6 +9,7 @@ mod guests;
 mod history;
 mod memory;
 mod moving;
+mod processes;
 mod retired_streams;
 mod rig;
 mod sharing;

@@ -16,7 +16,7 @@ use alloc_core::id::{PoolId, StreamHandle};
 use super::api_memory::{Block, MemoryVisitor, RecordingOptions, StackVisitor};
 use super::api_pools::AddressVisitor;
 use super::api_stats::{DeviceStats, OutOfMemoryDetails, PoolVisitor, Settings};
-use super::{api_memory, api_pools, api_stats};
+use super::{api_memory, api_pools, api_sharing, api_stats};
 use super::{device_pointer, rallocator_base_allocation, raw_address, stream_handle};
 use crate::failure::Failure;
 use crate::hooks;
@@ -92,6 +92,9 @@ pub(crate) struct ApiTable {
     set_label: unsafe extern "C" fn(*const c_char),
     label: extern "C" fn() -> *const c_char,
     set_compile_context: unsafe extern "C" fn(*const c_char),
+    share: unsafe extern "C" fn(*mut c_void, *mut u64) -> *const c_char,
+    open_shared: unsafe extern "C" fn(*const c_char, i32, *mut *mut c_void) -> Status,
+    close_shared: extern "C" fn(*mut c_void),
 }
 
 static TABLE: ApiTable = ApiTable {
@@ -143,6 +146,9 @@ static TABLE: ApiTable = ApiTable {
     set_label: api_memory::set_label,
     label: api_memory::label,
     set_compile_context: api_memory::set_compile_context,
+    share: api_sharing::share,
+    open_shared: api_sharing::open_shared,
+    close_shared: api_sharing::close_shared,
 };
 
 /// The table, which lives as long as the process.

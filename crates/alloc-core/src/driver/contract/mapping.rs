@@ -16,6 +16,8 @@ pub(super) const CLAUSES: &[Clause] = clauses![
     several_handles_are_unmapped_at_once,
     a_released_handle_keeps_its_memory_until_its_last_mapping_is_gone,
     an_unmapped_handle_keeps_its_memory_until_it_is_released,
+    what_an_exported_handle_is_imported_as_is_the_same_memory,
+    memory_of_an_imported_handle_outlives_the_first,
 ];
 
 /// Adjacent handles of one granule each, mapped in a range of their own, usable by [`DEVICE`].
@@ -267,4 +269,42 @@ fn an_unmapped_handle_keeps_its_memory_until_it_is_released(rig: &dyn Rig) -> Ve
     driver.release_handle(DEVICE, handle)?;
     expect_free(rig, "after release", before)?;
     Ok(())
+}
+
+/// Imports what `descriptor` names and maps it in a range of its own, usable by [`DEVICE`].
+fn map_imported(rig: &dyn Rig, descriptor: i32, granule: u64) -> Result<Mapped, Stop> {
+    let driver = rig.driver();
+    let base = driver.reserve_range(DEVICE, granule)?;
+    let handle = driver.import_handle(DEVICE, descriptor)?;
+    driver.map(DEVICE, base, granule, handle)?;
+    driver.set_access(DEVICE, base, granule, &[DEVICE])?;
+    Ok(Mapped { base, granule, handles: vec![handle] })
+}
+
+fn what_an_exported_handle_is_imported_as_is_the_same_memory(rig: &dyn Rig) -> Verdict {
+    let first = Mapped::new(rig, 1)?;
+    // The descriptor stays open: closing one is no call of the driver's.
+    let descriptor = rig.driver().export_handle(DEVICE, first.handles[0])?;
+    let second = map_imported(rig, descriptor, first.granule)?;
+    let stream = rig.make_stream(DEVICE);
+    rig.write(stream, first.base, first.granule, 0x5eed);
+    let word = rig.read(DEVICE, second.base);
+    ensure!(word == 0x5eed, "{word:#x} at the second address");
+    rig.destroy_stream(stream);
+    second.give_up(rig)?;
+    first.give_up(rig)
+}
+
+fn memory_of_an_imported_handle_outlives_the_first(rig: &dyn Rig) -> Verdict {
+    let first = Mapped::new(rig, 1)?;
+    let descriptor = rig.driver().export_handle(DEVICE, first.handles[0])?;
+    let second = map_imported(rig, descriptor, first.granule)?;
+    let stream = rig.make_stream(DEVICE);
+    rig.write(stream, first.base, first.granule, 0x0bad);
+    rig.read(DEVICE, first.base);
+    first.give_up(rig)?;
+    let word = rig.read(DEVICE, second.base);
+    ensure!(word == 0x0bad, "{word:#x} when the first was given up");
+    rig.destroy_stream(stream);
+    second.give_up(rig)
 }

@@ -19,6 +19,7 @@ pub(super) const CLAUSES: &[Clause] = clauses![
     a_range_with_mappings_is_not_given_back,
     only_a_whole_range_is_given_back,
     a_range_is_given_back_once,
+    a_process_cannot_open_its_own_ticket,
 ];
 
 fn a_mapped_address_is_not_mapped_again(rig: &dyn Rig) -> Verdict {
@@ -173,4 +174,13 @@ fn a_range_is_given_back_once(rig: &dyn Rig) -> Verdict {
     let base = rig.driver().reserve_range(DEVICE, granule)?;
     rig.driver().free_range(DEVICE, base, granule)?;
     refused("a second time", rig.driver().free_range(DEVICE, base, granule), Status::InvalidValue)
+}
+
+fn a_process_cannot_open_its_own_ticket(rig: &dyn Rig) -> Verdict {
+    let driver = rig.driver();
+    let address = driver.allocate(DEVICE, 2 * MIB)?;
+    let ticket = driver.ticket(DEVICE, address)?;
+    refused("opening the process's own ticket", driver.open_ticket(DEVICE, &ticket), Status::InvalidContext)?;
+    driver.free(DEVICE, address)?;
+    Ok(())
 }

@@ -5,7 +5,7 @@ use super::capture::Captures;
 use super::event::Recorded;
 use super::simulation::{Life, Simulation};
 use crate::driver::{
-    Call, Capabilities, CaptureMode, CaptureStatus, Completion, Driver, DriverError, MemoryInfo, Result, Status,
+    Call, Capabilities, CaptureMode, CaptureStatus, Completion, Driver, DriverError, MemoryInfo, Result, Status, Ticket,
 };
 use crate::id::{DeviceId, DevicePtr, Event, PhysicalHandle, Stream, StreamHandle};
 
@@ -172,6 +172,32 @@ impl Driver for SimDriver {
             simulation.ledger.on_bytes(Call::Unmap, size, handles);
             Ok(())
         })
+    }
+
+    fn export_handle(&self, device: DeviceId, handle: PhysicalHandle) -> Result<i32> {
+        self.call_on(Call::ExportHandle, device, |simulation| simulation.memory.export_handle(device, handle))
+    }
+
+    fn import_handle(&self, device: DeviceId, descriptor: i32) -> Result<PhysicalHandle> {
+        self.call_on(Call::ImportHandle, device, |simulation| simulation.memory.import_handle(device, descriptor))
+    }
+
+    fn ticket(&self, device: DeviceId, base: DevicePtr) -> Result<Ticket> {
+        self.call_on(Call::GetTicket, device, |simulation| {
+            simulation.memory.segment_size(device, base.0)?;
+            let mut ticket = [0; Ticket::BYTES];
+            ticket[..8].copy_from_slice(&base.0.to_le_bytes());
+            Ok(Ticket(ticket))
+        })
+    }
+
+    fn open_ticket(&self, device: DeviceId, _ticket: &Ticket) -> Result<DevicePtr> {
+        // All of a simulation is one process, in which no ticket of its own can be opened.
+        self.call_on(Call::OpenTicket, device, |_| Err(Status::InvalidContext))
+    }
+
+    fn close_ticket(&self, device: DeviceId, _address: DevicePtr) -> Result<()> {
+        self.call_on(Call::CloseTicket, device, |_| Err(Status::InvalidValue))
     }
 
     fn create_event(&self, device: DeviceId) -> Result<Event> {

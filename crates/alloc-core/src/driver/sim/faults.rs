@@ -61,9 +61,15 @@ fn fitting_status(call: Call) -> Status {
         }
         Call::RecordEvent | Call::WaitEvent | Call::StreamContext | Call::CaptureStatus => Status::InvalidHandle,
         Call::Free | Call::FreeRange | Call::ReleaseHandle | Call::Unmap | Call::DestroyEvent => Status::InvalidValue,
+        Call::ExportHandle | Call::ImportHandle | Call::GetTicket => Status::NotSupported,
         Call::Initialize => Status::NoDevice,
         Call::Attribute | Call::CanAccessPeer | Call::PrimaryContextState => Status::InvalidDevice,
-        Call::CurrentContext | Call::RetainContext | Call::SetContext | Call::MemoryInfo => Status::InvalidContext,
+        Call::CurrentContext
+        | Call::RetainContext
+        | Call::SetContext
+        | Call::MemoryInfo
+        | Call::OpenTicket
+        | Call::CloseTicket => Status::InvalidContext,
         Call::QueryEvent | Call::SynchronizeEvent | Call::ExchangeCaptureMode | Call::SynchronizeDevice => {
             Status::Unknown
         }

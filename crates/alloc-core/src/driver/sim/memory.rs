@@ -77,8 +77,8 @@ struct Handle {
     device: DeviceId,
     /// How many mappings of it exist.
     mappings: u32,
-    /// Whether the program gave it back. It lives on until `mappings` is 0.
-    released: bool,
+    /// By how many creations and imports the program holds it. At 0 it lives on until `mappings` is 0 too.
+    holders: u32,
 }
 
 #[derive(Debug)]
@@ -99,6 +99,9 @@ pub(super) struct DeviceUsage {
     /// Reserved ranges, backed or not.
     pub(super) reserved: Level,
 }
+
+/// Added to the names of handles: no descriptor of the system's is so high, so that nobody closes one of its by mistake.
+const DESCRIPTORS: i32 = 1 << 30;
 
 /// All memory of all devices. Addresses are unique across devices, as under CUDA's unified addressing.
 #[derive(Debug)]
@@ -150,7 +153,7 @@ impl Memory {
 
     /// Handles that the program has not given back.
     pub(super) fn live_handles(&self) -> usize {
-        self.handles.values().filter(|handle| !handle.released).count()
+        self.handles.values().filter(|handle| handle.holders > 0).count()
     }
 
     /// Segments, ranges, handles (mapped ones that were released too) and mappings that exist.
@@ -212,7 +215,7 @@ impl Memory {
         self.require_room(device, size)?;
         let PhysicalId(name) = self.next_physical();
         self.usage[device.index()].physical.add(size);
-        self.handles.insert(name, Handle { size, device, mappings: 0, released: false });
+        self.handles.insert(name, Handle { size, device, mappings: 0, holders: 1 });
         Ok(PhysicalHandle(name))
     }
 
@@ -221,10 +224,29 @@ impl Memory {
         self.require_virtual_memory()?;
         let size = self.live_handle(device, handle)?.size;
         if let Some(known) = self.handles.get_mut(&handle.0) {
-            known.released = true;
+            known.holders -= 1;
         }
         self.drop_if_unreachable(handle.0);
         Ok(size)
+    }
+
+    /// A descriptor that names a handle's memory. It keeps it no longer alive than the handle does.
+    pub(super) fn export_handle(&self, device: DeviceId, handle: PhysicalHandle) -> Result<i32> {
+        self.require_virtual_memory()?;
+        self.live_handle(device, handle)?;
+        i32::try_from(handle.0).map(|name| DESCRIPTORS + name).map_err(|_| Status::Unknown)
+    }
+
+    /// One more hold on the memory that a descriptor names.
+    pub(super) fn import_handle(&mut self, device: DeviceId, descriptor: i32) -> Result<PhysicalHandle> {
+        self.require_virtual_memory()?;
+        let name = descriptor.checked_sub(DESCRIPTORS).and_then(|name| u64::try_from(name).ok());
+        let handle = PhysicalHandle(name.ok_or(Status::InvalidValue)?);
+        self.live_handle(device, handle)?;
+        if let Some(known) = self.handles.get_mut(&handle.0) {
+            known.holders += 1;
+        }
+        Ok(handle)
     }
 
     pub(super) fn map(&mut self, device: DeviceId, address: u64, size: u64, handle: PhysicalHandle) -> Result<()> {
@@ -374,7 +396,7 @@ impl Memory {
 
     fn live_handle(&self, device: DeviceId, handle: PhysicalHandle) -> Result<&Handle> {
         match self.handles.get(&handle.0) {
-            Some(known) if !known.released && known.device == device => Ok(known),
+            Some(known) if known.holders > 0 && known.device == device => Ok(known),
             _ => Err(Status::InvalidValue),
         }
     }
@@ -382,7 +404,7 @@ impl Memory {
     /// Returns a handle's memory to its device once nobody holds it and nothing maps it.
     fn drop_if_unreachable(&mut self, name: u64) {
         if let Some(handle) = self.handles.get(&name)
-            && handle.released
+            && handle.holders == 0
             && handle.mappings == 0
         {
             self.usage[handle.device.index()].physical.subtract(handle.size);
