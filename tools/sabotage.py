@@ -207,6 +207,30 @@ FAULTS = (
         "self.by_address.values().any(|(_, known)| *known == handle && false)",
     ),
     Fault(
+        "lend a block before its last use is over",
+        "guest.rs",
+        "let undone = uses.filter(|(stream, epoch)| *stream != own && !self.streams.is_done(*stream, *epoch));",
+        "let undone = uses.filter(|(stream, epoch)| *stream != own && !self.streams.is_done(*stream, *epoch) && false);",
+    ),
+    Fault(
+        "lend memory of a live graph",
+        "guest.rs",
+        "lender.owner == own.owner && (own.owner.is_none() || lender.stream == own.stream)",
+        "lender.owner == own.owner || lender.stream != own.stream",
+    ),
+    Fault(
+        "let a guest go home before its stream is done",
+        "device.rs",
+        "if block.guest_of.is_none() {\n            block.last_use.add(own,",
+        "if block.guest_of.is_some() {\n            block.last_use.set(own, 0);\n        }\n        {\n            block.last_use.add(own,",
+    ),
+    Fault(
+        "forget that a guest's home stream uses it too",
+        "device.rs",
+        "if block.guest_of.is_some() || self.pools[block.pool].stream != stream {",
+        "if self.pools[block.pool].stream != stream {",
+    ),
+    Fault(
         "map new memory out of a late device's reach",
         "allocator/devices.rs",
         "device.fast()?.access.push(newcomer);",

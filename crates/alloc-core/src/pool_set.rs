@@ -1,7 +1,7 @@
 //! Which pool a request is served from, and what becomes of the pools of graphs.
 //!
-//! A pool belongs to one owner (the default, or a private pool), one stream and one size class. Nothing moves between
-//! pools; memory leaves a pool only by going back to the driver.
+//! A pool belongs to one owner (the default, or a private pool), one stream and one size class. A block stays in its pool,
+//! even when it serves another stream for a while; a whole idle handle may leave it, to another pool or to the driver.
 
 use std::{
     collections::BTreeMap,
