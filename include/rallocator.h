@@ -365,6 +365,11 @@ typedef struct rallocator_api {
   /* As set_label, for what the thread's compiler says of the code that runs. */
   void (*set_compile_context)(const char *text);
 
+  /* Has `told` called, under no lock, for all memory after it came and before it goes, from now on: events with the
+   * actions RALLOCATOR_SEGMENT_ALLOC, _FREE, _MAP and _UNMAP, without stacks and labels. From the first call on, memory in
+   * use by nobody no longer moves to other addresses. `told` must not raise. */
+  rallocator_status (*add_tracker)(void (*told)(void *context, const rallocator_event *event), void *context);
+
   /* Names the allocation at `address` to other processes of this user: a text without a 0 inside, valid until this
    * thread's next call of this; null after a failure. The allocation begins `*offset` bytes into the named memory. It has
    * to be held for as long as another process uses it. */

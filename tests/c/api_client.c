@@ -236,3 +236,24 @@ const char *failure_for_want_of_memory_has_details(void) {
   EXPECT(api->largest_available(0) == details.free);
   return NULL;
 }
+
+static void add_up(void *context, const rallocator_event *event) {
+  size_t *bytes = context;
+  bool came = event->action == RALLOCATOR_SEGMENT_ALLOC || event->action == RALLOCATOR_SEGMENT_MAP;
+  *bytes += came ? event->size : -event->size;
+}
+
+const char *tracker_is_told_of_what_comes_and_goes(void) {
+  const rallocator_api *api = rallocator_api_v1();
+  uint64_t allocated = 0, reserved = 0;
+  static size_t bytes = 0;
+  void *address = NULL;
+  EXPECT(api->add_tracker(add_up, &bytes) == RALLOCATOR_OK);
+  EXPECT(api->allocate(30 * MIB, 0, NULL, &address) == RALLOCATOR_OK);
+  api->memory_in_use(0, &allocated, &reserved);
+  EXPECT(bytes == reserved && reserved >= 30 * MIB);
+  api->free(address, 0);
+  EXPECT(api->empty_cache() == RALLOCATOR_OK);
+  EXPECT(bytes == 0);
+  return NULL;
+}

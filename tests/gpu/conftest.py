@@ -66,6 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "exclusive: watches the GPU's free memory or its timing, so nothing else may run there (tests/gpu)",
         "two_gpus: needs two GPUs (tests/gpu)",
         "bridge: attaches through the bridge, which has to be there (tests/gpu)",
+        "pluggable: is about what the pluggable route alone cannot do (tests/gpu)",
         "keeps_memory(reason): torch itself never gives all memory back after this test (tests/gpu)",
     ):
         config.addinivalue_line("markers", marker)
@@ -223,7 +224,8 @@ def allocator(policy: str, torch: Any, request: pytest.FixtureRequest) -> Iterat
         yield None
         return
     rallocator = importlib.import_module("rallocator")
-    attach = "bridge" if request.node.get_closest_marker("bridge") else ATTACH
+    named = [route for route in ("bridge", "pluggable") if request.node.get_closest_marker(route)]
+    attach = named[0] if named else ATTACH
     rallocator.enable(rallocator.Config.parse(f"policy:{policy}"), attach=attach)
     yield rallocator
     if request.node.get_closest_marker("keeps_memory"):

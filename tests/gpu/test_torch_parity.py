@@ -273,6 +273,7 @@ def test_graphed_callables_compute_what_eager_ones_do(torch: Any) -> None:
     assert all(torch.allclose(left, right, atol=1e-5) for left, right in zip(wanted, found, strict=True))
 
 
+@pytest.mark.pluggable
 @pytest.mark.usefixtures("allocator")
 def test_memory_pools_are_refused_by_name_and_work_goes_on(torch: Any) -> None:
     with pytest.raises(RuntimeError, match="createOrIncrefPool"):
@@ -280,6 +281,7 @@ def test_memory_pools_are_refused_by_name_and_work_goes_on(torch: Any) -> None:
     assert torch.ones(MIB, device="cuda").sum().item() == MIB
 
 
+@pytest.mark.pluggable
 @pytest.mark.keeps_memory(reason="the compiler's graph keeps its pool")
 @pytest.mark.usefixtures("allocator")
 def test_compiler_with_graphs_is_refused_by_name_and_work_goes_on(torch: Any) -> None:
@@ -378,6 +380,7 @@ def test_allocation_by_address_works_on_the_stream_that_is_named(torch: Any) -> 
     assert torch.cuda.memory_allocated() == before
 
 
+@pytest.mark.pluggable
 @pytest.mark.usefixtures("allocator")
 def test_sending_a_cuda_tensor_to_another_process_names_the_way_out(torch: Any) -> None:
     reductions = importlib.import_module("torch.multiprocessing.reductions")

@@ -9,11 +9,13 @@ mod devices;
 mod pools;
 mod report;
 mod sharing;
+mod tracking;
 
 use std::sync::Arc;
 
 pub use pools::StreamFilter;
 pub use sharing::{Imported, Shared, SharedName};
+pub use tracking::{Tracked, Tracker};
 
 use crate::{
     config::Config,
@@ -104,6 +106,7 @@ pub struct Allocator<D> {
     callback: Mutex<Option<OomCallback>>,
     /// What devices record when they come into use.
     recording: Mutex<Option<Recording>>,
+    trackers: Mutex<Vec<Tracker>>,
 }
 
 impl<D: Driver> Allocator<D> {
@@ -111,7 +114,7 @@ impl<D: Driver> Allocator<D> {
     pub fn new(driver: D, config: Config) -> Self {
         let recording = (config.history_limit > 0).then(|| Recording::new(config.history_limit));
         let (devices, callback) = (DeviceTable::default(), Mutex::new(None));
-        Self { driver, config, devices, callback, recording: Mutex::new(recording) }
+        Self { driver, config, devices, callback, recording: Mutex::new(recording), trackers: Mutex::default() }
     }
 
     /// The driver.
@@ -193,12 +196,35 @@ impl<D: Driver> Allocator<D> {
                 slow = Some(device.slow()?);
                 outcome
             } else {
-                self.carry_out(plan)
+                self.carry_out_tracked(device, plan, &mut slow)?
             };
-            if let Some(address) = device.fast()?.commit_for(outcome, ladder)? {
+            let news = device.arriving(&outcome);
+            let served = device.fast()?.commit_for(outcome, ladder)?;
+            if !news.is_empty() {
+                drop(slow.take());
+                self.tell(&news);
+                slow = Some(device.slow()?);
+            }
+            if let Some(address) = served {
                 return Ok(address);
             }
         }
+    }
+
+    /// Carries a plan out under the slow lock, which is dropped while trackers are told of what goes.
+    fn carry_out_tracked<'a>(
+        &self,
+        device: &'a Device,
+        plan: Plan,
+        slow: &mut Option<MutexGuard<'a, ()>>,
+    ) -> Result<Outcome, AllocError> {
+        let news = device.leaving(&plan);
+        if !news.is_empty() {
+            drop(slow.take());
+            self.tell(&news);
+            *slow = Some(device.slow()?);
+        }
+        Ok(self.carry_out(plan))
     }
 
     fn carry_out(&self, plan: Plan) -> Outcome {
@@ -392,17 +418,20 @@ impl<D: Driver> Allocator<D> {
     fn empty_device(&self, device: &Device, only: Option<PoolId>) -> Result<(), AllocError> {
         let mut first_error: Option<DriverError> = None;
         for rung in Rung::EMPTY_CACHE {
-            let slow = device.slow()?;
+            let mut slow = Some(device.slow()?);
             let Some(plan) = device.fast()?.plan_empty(rung, only) else { continue };
             let outcome = if may_wait(rung) {
-                drop(slow);
+                drop(slow.take());
                 self.carry_out(plan)
             } else {
-                self.carry_out(plan)
+                self.carry_out_tracked(device, plan, &mut slow)?
             };
+            let news = device.arriving(&outcome);
             if let Err(error) = device.fast()?.commit(outcome) {
                 first_error.get_or_insert(error);
             }
+            drop(slow);
+            self.tell(&news);
         }
         first_error.map_or(Ok(()), |error| Err(error.into()))
     }

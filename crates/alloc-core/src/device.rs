@@ -72,6 +72,8 @@ pub(crate) struct DeviceState {
     pub(crate) stuck: Vec<ReleaseRun>,
     pub(crate) stats: Stats,
     pub(crate) history: History,
+    /// Whether somebody is told of memory that comes and goes: then none moves.
+    pub(crate) is_tracked: bool,
 }
 
 impl DeviceState {
@@ -92,6 +94,7 @@ impl DeviceState {
             stuck: Vec::new(),
             stats: Stats::default(),
             history: History::new(recording),
+            is_tracked: false,
             config: config.clone(),
             capabilities,
         };

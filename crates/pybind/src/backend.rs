@@ -4,7 +4,9 @@
 
 use std::collections::BTreeSet;
 
-use alloc_core::allocator::{Allocator, FreeOutcome, Imported, RecordOutcome, Shared, SharedName, StreamFilter};
+use alloc_core::allocator::{
+    Allocator, FreeOutcome, Imported, RecordOutcome, Shared, SharedName, StreamFilter, Tracker,
+};
 use alloc_core::checkpoint::{Checkpoint, RestoreError, Restored};
 use alloc_core::config::Config;
 use alloc_core::driver::cuda::CudaDriver;
@@ -151,6 +153,11 @@ impl Backend {
     /// See [`Allocator::reach_peer`].
     pub(crate) fn reach_peer(&self, device: DeviceId, peer: DeviceId) -> Result<(), AllocError> {
         on_allocator!(self, allocator => allocator.reach_peer(device, peer))
+    }
+
+    /// See [`Allocator::add_tracker`].
+    pub(crate) fn add_tracker(&self, tracker: Tracker) -> Result<(), AllocError> {
+        on_allocator!(self, allocator => allocator.add_tracker(tracker))
     }
 
     /// See [`Allocator::share`].

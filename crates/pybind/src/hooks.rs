@@ -11,7 +11,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use alloc_core::allocator::{FreeOutcome, RecordOutcome, StreamFilter};
+use alloc_core::allocator::{FreeOutcome, RecordOutcome, StreamFilter, Tracker};
 use alloc_core::error::AllocError;
 use alloc_core::id::{DeviceId, DevicePtr, PoolId, StreamHandle};
 use alloc_core::stats::{Family, Stats};
@@ -124,6 +124,12 @@ pub(crate) fn reach_peer(device: i32, peer: i32) -> Result<(), Failure> {
     let (device, peer) = (device_id(device)?, device_id(peer)?);
     process::mark_in_use();
     guarded(|| Ok(backend.reach_peer(device, peer)?))
+}
+
+/// Has a tracker told of all memory that comes and goes from now on.
+pub(crate) fn add_tracker(tracker: Tracker) -> Result<(), Failure> {
+    let backend = process::for_request()?;
+    guarded(|| Ok(backend.add_tracker(tracker)?))
 }
 
 /// Limits `device` to a fraction of its memory.

@@ -157,9 +157,18 @@ class History : public Pools {
   }
 #endif
 
-  void attachAllocatorTraceTracker(AllocatorTraceTracker) override {
-    refuse(
-        "rallocator cannot tell a trace tracker of allocations yet: unset TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK");
+  // Told of memory that comes and goes, which is what communicators register; not of each allocation.
+  void attachAllocatorTraceTracker(AllocatorTraceTracker tracker) override {
+    const auto told = [](void* tracker, const rallocator_event* event) {
+      try {
+        auto entry = trace_entry(*event);
+        entry.time_.approx_t_ = c10::getApproximateTime();
+        (*static_cast<AllocatorTraceTracker*>(tracker))(entry);
+      } catch (const std::exception& error) {
+        TORCH_WARN("a tracker of memory failed: ", error.what());
+      }
+    };
+    check(api->add_tracker(told, new AllocatorTraceTracker(std::move(tracker))));
   }
 
  private:

@@ -24,7 +24,7 @@ pub(super) struct DeviceTable {
     /// The number of devices that the driver has.
     count: OnceLock<u32>,
     /// Held while a device comes into use, so that of two that do at once the second sees the first.
-    activation: Mutex<()>,
+    pub(super) activation: Mutex<()>,
 }
 
 impl Default for DeviceTable {
@@ -78,6 +78,7 @@ impl<D: Driver> Allocator<D> {
         // Read while the activation's lock is held: a recording that begins now reaches this device or is seen here.
         let recording = self.recording()?;
         let mut state = DeviceState::new(id, capabilities, &self.config, recording);
+        state.is_tracked = self.is_tracked();
         if state.is_paged() {
             state.access.extend(self.peers_of(id)?);
         }

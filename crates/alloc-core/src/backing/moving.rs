@@ -171,6 +171,9 @@ impl DeviceState {
     /// Whole idle handles that may be moved for the request: large ones first, which take the fewest calls, and of those
     /// the ones in the smallest idle blocks, which serve few requests as they are.
     fn donors(&self, request: &Request, which: Donors, target: &Target) -> Vec<Donor> {
+        if self.is_tracked {
+            return Vec::new();
+        }
         // What a graph captures runs again later: order on the stream that captured it proves nothing.
         let asking = self.pools[request.pool].owner.is_none().then_some(self.pools[request.pool].stream);
         let is_ordered = |(stream, epoch): (StreamIx, Epoch)| {

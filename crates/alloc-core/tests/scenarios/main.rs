@@ -14,3 +14,4 @@ mod retired_streams;
 mod rig;
 mod sharing;
 mod streams;
+mod tracking;

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::sync::Arc;
 
+use alloc_core::allocator::Tracked;
 use alloc_core::history::{Action, HistoryEvent, LabelId, Recording, StackId};
 use alloc_core::id::{DeviceId, PoolId};
 use alloc_core::size::SizeClass;
@@ -12,8 +13,8 @@ use alloc_core::snapshot::{BlockPicture, PictureState, SegmentPicture};
 
 use super::api_table::{Status, status};
 use super::{device_pointer, raw_address};
-use crate::process;
 use crate::recording::{self, Call, StackSource};
+use crate::{hooks, process};
 
 /// `rallocator_block`.
 #[repr(C)]
@@ -75,6 +76,9 @@ pub(super) struct RecordingOptions {
     take_stack: Option<unsafe extern "C" fn() -> u32>,
     stack_noted: Option<unsafe extern "C" fn(u32)>,
 }
+
+/// Called for memory that comes and goes.
+pub(super) type TrackerCallback = unsafe extern "C" fn(*mut c_void, *const Event);
 
 /// Receives the number of a stack: `rallocator_stack_visitor`.
 pub(super) type StackVisitor = unsafe extern "C" fn(*mut c_void, u32);
@@ -156,8 +160,7 @@ fn event_of(device: DeviceId, event: &HistoryEvent, said: &mut HashMap<u32, (CSt
     });
     Event {
         device: index_of(device),
-        // The header numbers the actions in the order of this list.
-        action: Action::ALL.iter().position(|action| *action == event.action).unwrap_or_default() as u32,
+        action: number_of_action(event.action),
         address: event.address.0,
         size: event.size,
         stream: event.stream.0 as *mut c_void,
@@ -168,6 +171,47 @@ fn event_of(device: DeviceId, event: &HistoryEvent, said: &mut HashMap<u32, (CSt
         label: label.as_ptr(),
         compile_context: compile_context.as_ptr(),
     }
+}
+
+/// The header numbers the actions in the order of this list.
+fn number_of_action(action: Action) -> u32 {
+    Action::ALL.iter().position(|other| *other == action).unwrap_or_default() as u32
+}
+
+/// A tracker that the caller passed as a function and its context.
+struct CallbackTracker {
+    told: TrackerCallback,
+    context: *mut c_void,
+}
+
+// SAFETY: the header says that it is called by whichever thread allocates.
+unsafe impl Send for CallbackTracker {}
+// SAFETY: as above, also from several at once.
+unsafe impl Sync for CallbackTracker {}
+
+impl CallbackTracker {
+    fn tell(&self, tracked: &Tracked) {
+        let event = Event {
+            device: index_of(tracked.device),
+            action: number_of_action(tracked.action),
+            address: tracked.address.0,
+            size: tracked.size,
+            stream: tracked.stream.0 as *mut c_void,
+            pool_first: tracked.pool.0,
+            pool_second: tracked.pool.1,
+            time_us: 0,
+            stack: 0,
+            label: c"".as_ptr(),
+            compile_context: c"".as_ptr(),
+        };
+        // SAFETY: the header asks for a function that takes this context.
+        unsafe { (self.told)(self.context, &raw const event) };
+    }
+}
+
+pub(super) unsafe extern "C" fn add_tracker(told: TrackerCallback, context: *mut c_void) -> Status {
+    let tracker = CallbackTracker { told, context };
+    status(hooks::add_tracker(Arc::new(move |event| tracker.tell(event))))
 }
 
 /// The program's own keeper of stacks.

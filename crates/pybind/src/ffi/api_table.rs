@@ -13,7 +13,7 @@ use std::sync::Arc;
 use alloc_core::checkpoint::Checkpoint;
 use alloc_core::id::{PoolId, StreamHandle};
 
-use super::api_memory::{Block, MemoryVisitor, RecordingOptions, StackVisitor};
+use super::api_memory::{Block, MemoryVisitor, RecordingOptions, StackVisitor, TrackerCallback};
 use super::api_pools::AddressVisitor;
 use super::api_stats::{DeviceStats, OutOfMemoryDetails, PoolVisitor, Settings};
 use super::{api_memory, api_pools, api_sharing, api_stats};
@@ -92,6 +92,7 @@ pub(crate) struct ApiTable {
     set_label: unsafe extern "C" fn(*const c_char),
     label: extern "C" fn() -> *const c_char,
     set_compile_context: unsafe extern "C" fn(*const c_char),
+    add_tracker: unsafe extern "C" fn(TrackerCallback, *mut c_void) -> Status,
     share: unsafe extern "C" fn(*mut c_void, *mut u64) -> *const c_char,
     open_shared: unsafe extern "C" fn(*const c_char, i32, *mut *mut c_void) -> Status,
     close_shared: extern "C" fn(*mut c_void),
@@ -146,6 +147,7 @@ static TABLE: ApiTable = ApiTable {
     set_label: api_memory::set_label,
     label: api_memory::label,
     set_compile_context: api_memory::set_compile_context,
+    add_tracker: api_memory::add_tracker,
     share: api_sharing::share,
     open_shared: api_sharing::open_shared,
     close_shared: api_sharing::close_shared,
