@@ -37,6 +37,7 @@ wheel: $(VIRTUAL_ENV)/tools ## Build dist/*.whl and check what its name claims
 
 release-wheel: $(VIRTUAL_ENV)/tools ## The same with a bridge for every release of torch; fetches 7 GB once
 	$(stage) "headers of every torch" python tools/torch_headers.py --all
+	$(stage) "a bridge for every torch" python tools/build_bridges.py --all
 	$(MAKE) wheel
 
 headers: $(VIRTUAL_ENV)/tools ## Fetch the headers that the tests compile the bridge against; 3 GB once, 10 MB kept

@@ -16,7 +16,7 @@ import pytest
 from rallocator import _bridge, _bridge_build, _torch
 from rallocator.errors import BridgeError
 from tests.processes import run_python, succeed
-from tests.torch_programs import SIMULATED, built_bridge
+from tests.torch_programs import SIMULATED, built_bridge, cuda_home
 from tools import torch_headers
 
 TORCH: Any = SimpleNamespace(
@@ -286,7 +286,11 @@ def test_bridge_that_was_asked_for_and_is_not_there_is_an_error(tmp_path: Path) 
 
 
 @pytest.mark.torch
-def test_bridge_of_another_torch_is_refused_before_torch_calls_it(tmp_path: Path) -> None:
+def test_bridge_of_another_torch_is_refused_before_torch_calls_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in cuda_home().items():
+        monkeypatch.setenv(name, value)
     torch = _torch.import_supported()
     installed = _bridge_build.installed(torch)
     other = _bridge_build.build(
@@ -355,7 +359,7 @@ def test_eight_processes_that_start_at_once_make_and_take_it_without_harm(tmp_pa
 
 @pytest.mark.torch
 def test_command_makes_a_bridge_and_says_where_it_is(tmp_path: Path) -> None:
-    environment = {"XDG_CACHE_HOME": str(tmp_path)}
+    environment = {"XDG_CACHE_HOME": str(tmp_path)} | cuda_home()
     program = """
         import sys
         from rallocator._cli import main

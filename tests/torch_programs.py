@@ -9,6 +9,7 @@ A test that takes the fixture `route` plays its programs through both ways into 
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import build_library, succeed
+from tools import torch_headers
 
 ROUTES = ("pluggable", "bridge")
 
@@ -53,6 +55,12 @@ class Playing:
     route = "pluggable"
 
 
+def cuda_home() -> dict[str, str]:
+    """Say where CUDA's headers are, in variables: those that `make headers` has fetched, unless others are named."""
+    fetched = torch_headers.cuda_include()
+    return {"CUDA_HOME": os.environ.get("CUDA_HOME") or str(fetched.parent)} if fetched.is_dir() else {}
+
+
 @functools.cache
 def built_bridge() -> str:
     """The path of a bridge for the installed torch, compiled once for each run of the tests."""
@@ -60,7 +68,8 @@ def built_bridge() -> str:
         pytest.skip("no C++ compiler")
     folder = tempfile.mkdtemp(prefix="rallocator-bridge-")
     command = [sys.executable, "-m", "rallocator", "build-bridge", "--out", folder]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    environment = os.environ | cuda_home()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     (file,) = Path(folder).iterdir()
     return str(file)

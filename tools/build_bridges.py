@@ -1,9 +1,10 @@
 """Compiles a bridge for each torch whose headers are at hand, into the package, for a wheel to carry.
 
-usage: python tools/build_bridges.py
+usage: python tools/build_bridges.py [--all]
 
 The headers are those that `tools/torch_headers.py` has fetched, and those of the torch that is installed here. Bridges
-that are there and of the present source are left alone, others are removed.
+that are there and of the present source are left alone, others are removed. With --all it is an error if one is lacking
+of a release that a wheel is to serve; else a wheel may do with less, also without any where there is no C++ compiler.
 """
 
 from __future__ import annotations
@@ -50,9 +51,13 @@ def main() -> None:
             for path in threads.map(lambda target: _bridge_build.build(target, folder, more), missing):
                 path.chmod(0o755)
     except BridgeError as error:
-        sys.exit(f"rallocator: {error}")
-    versions = sorted(target.version for target in targets.values())
-    print(f"bridges for torch: {', '.join(versions)}" if versions else "no headers of torch are at hand: no bridges")
+        print(f"rallocator: {error}", file=sys.stderr)
+    there = {file.name for file in folder.iterdir()}
+    versions = sorted(target.version for name, target in wanted.items() if name in there)
+    print(f"bridges for torch: {', '.join(versions) or 'none'}")
+    served = {version.partition("+")[0] for version in versions}
+    if sys.argv[1:] == ["--all"] and (lacking := [version for version in torch_headers.ALL if version not in served]):
+        sys.exit(f"rallocator: no bridge for torch {', '.join(lacking)}")
 
 
 def fetched() -> list[_bridge_build.Target]:
