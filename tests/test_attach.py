@@ -37,7 +37,9 @@ def attached(code: str) -> list[str]:
     return succeed(ATTACH + textwrap.dedent(code), environment=SIMULATED, preload=fake).splitlines()
 
 
-def enabling_fails(before: str, *, environment: dict[str, str] | None = None, arguments: str = "") -> str:
+def enabling_fails(
+    before: str, *, environment: dict[str, str] | None = None, arguments: str = "attach='pluggable'"
+) -> str:
     """Run `before` and then `enable`; return the class and the message of what it raised.
 
     In the same process it is checked that torch's own allocator stays in use, and that with `required=False` the same
@@ -54,7 +56,7 @@ except rallocator.errors.RallocatorError as error:
     raised = str(error)
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
-    assert rallocator.enable({arguments + ", " if arguments else ""}required=False) is False
+    assert rallocator.enable({arguments}, required=False) is False
 assert [(warning.category, str(warning.message)) for warning in seen] == [(RuntimeWarning, raised)]
 assert not rallocator.is_enabled() and rallocator.attached() is None
 """
@@ -101,7 +103,7 @@ def test_enable_does_not_initialise_the_driver() -> None:
 
         _gpu._device_traces = lambda root: ["a device"]
         os.dup2(1, 2)
-        assert rallocator.enable()
+        assert rallocator.enable(attach="pluggable")
         rallocator.stats(), rallocator.snapshot(), rallocator.reset_peak_stats(), rallocator.empty_cache()
         print("enabled", flush=True)
         ctypes.CDLL("libcuda.so.1").cuInit(0)
@@ -122,7 +124,7 @@ def test_hook_that_torch_does_not_reach_is_found_out() -> None:
         addresses["set_end_allocate_to_pool_fn"] = addresses["set_release_pool"]
         _core._hook_addresses = lambda: addresses
         try:
-            rallocator.enable(required=False)
+            rallocator.enable(attach="pluggable", required=False)
         except rallocator.errors.RallocatorError as error:
             print(error)
         """,

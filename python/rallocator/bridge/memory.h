@@ -164,7 +164,12 @@ class Memory : public CUDAAllocator {
   }
 
   void emptyCache(MempoolId_t pool) override {
-    check(pool == MempoolId_t{0, 0} ? api->empty_cache() : api->empty_pool(pool.first, pool.second));
+    if (pool == MempoolId_t{0, 0}) {
+      check(api->empty_cache());
+    } else if (api->empty_pool(pool.first, pool.second) != RALLOCATOR_OK) {
+      // torch asks for this in a destructor, where an exception would end the process.
+      TORCH_WARN("memory of a private pool could not be given back: ", api->last_error());
+    }
   }
 
   // Limits and figures.
