@@ -123,21 +123,27 @@ def follow(result: ReplayResult, advice: Advice, change: dict[str, str | int]) -
     if change.get("frees") == "at_once":
         steps = steps.changed(free_at_once=True)
     emptied = change.get("empty_cache_before")
-    asked = subject.asked(str(change.get("policy", advice.policy)), budget_bytes=change.get("budget", advice.budget))
-    return steps.replay({**asked, "empty_cache_before": emptied, "late_from": emptied})
+    asked = subject.asked(
+        str(change.get("policy", advice.policy)),
+        budget_bytes=change.get("budget", advice.budget),
+        empty_cache_before=emptied,
+        late_from=emptied,
+        with_layout=False,
+    )
+    return steps.replay(asked)
 
 
 def assert_borne_out(result: ReplayResult, advice: Advice) -> None:
     """What the advice says was gained is gained."""
     (subject,) = result.subjects
     assert subject.steps is not None
-    before = subject.steps.replay(subject.asked(advice.policy, budget_bytes=advice.budget))
+    before = subject.steps.replay(subject.asked(advice.policy, budget_bytes=advice.budget, with_layout=False))
     assert (before["ooms"] > 0) == (advice.budget is not None)
     for remedy in advice.remedies:
         after = follow(result, advice, dict(remedy.change))
         assert after["ooms"] == 0
         if advice.cause == "unused cache":
-            kept = {**subject.asked(advice.policy), "late_from": remedy.change["empty_cache_before"]}
+            kept = subject.asked(advice.policy, late_from=remedy.change["empty_cache_before"], with_layout=False)
             assert subject.steps.replay(kept)["peak_reserved_late"] == advice.peak_reserved
             assert after["peak_reserved_late"] == remedy.peak_reserved == advice.peak_reserved - advice.saved
             assert after["retries"] == before["retries"], "the memory that was given back is not missed"

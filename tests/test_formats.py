@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +189,9 @@ def test_damaged_logs_are_refused_by_the_line(tmp_path: Path, name: str) -> None
         assert "line" in line
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_a_damaged_text_file_is_read_or_refused_with_one_line(tmp_path: Path, data: st.DataObject) -> None:
     row = "1,00:00:00.5,allocate,0x40,700,0x2\n1,00:00:01.5,free,0x40,700,0x2\n"
@@ -214,6 +218,44 @@ def test_a_damaged_text_file_is_read_or_refused_with_one_line(tmp_path: Path, da
     except SnapshotError as error:
         line = str(error)
     assert line.isprintable()
+
+
+def test_hostile_text_files_take_little_memory(tmp_path: Path) -> None:
+    """Each is read in a process that may not have more than 1 GiB of addresses, and unpacks to more."""
+    bombs = {
+        "name": b'[{"name":"' + b"x" * (40 * MIB),
+        "key": b'{"' + b"x" * (40 * MIB),
+        "escapes": b'[{"name":"' + b'\\"' * (20 * MIB),
+        "number": b"[" + b"9" * (40 * MIB),
+        "lists": b"[" * (40 * MIB),
+        "line": HEADER.encode() + b"x" * (40 * MIB),
+    }
+    script = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
+        "import sys; from pathlib import Path\n"
+        "from rallocator._replay.reader import read_recording\n"
+        "from rallocator.errors import SnapshotError\n"
+        "for name in sys.argv[1:]:\n"
+        "    try: read_recording(Path(name)); print('read')\n"
+        "    except SnapshotError as error: print(error)\n"
+    )
+    paths = []
+    for name, content in bombs.items():
+        paths.append(tmp_path / f"{name}.gz")
+        paths[-1].write_bytes(gzip.compress(content, 1))
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, paths)], capture_output=True, text=True, timeout=100, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(bombs)
+    assert "read" not in lines
+
+
+def test_long_texts_that_are_no_bombs_are_passed_over(tmp_path: Path) -> None:
+    events = [{"name": "x" * MIB, "args": {"stack": ['\\"' * MIB]}}, memory(700, 64, 1)]
+    path = tmp_path / "trace"
+    path.write_text(json.dumps(events))
+    assert read(path).steps.sizes == [700]
 
 
 def test_a_trace_is_unpacked_up_to_the_limit_only(tmp_path: Path) -> None:

@@ -205,7 +205,9 @@ MUTATIONS: list[Any] = [
 ]  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_wrong_values_anywhere_in_a_snapshot_are_answered_or_refused(tmp_path: Path, data: st.DataObject) -> None:
     frame = {"filename": "a.py", "line": 1, "name": "f"}

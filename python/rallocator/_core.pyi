@@ -263,7 +263,8 @@ class ReplaySteps:
     `asked` says how to replay: "policy" (the one in "config" does not count), "config" (settings in torch's grammar),
     "budget_bytes" (None for as many as it takes), "lag_us" (microseconds after it was queued that work is taken to
     end), "handle_granularity_bytes" (a power of two), "empty_cache_before" and "late_from" (positions of steps, or
-    None). The methods that take it raise ValueError for what there is not, and RuntimeError for a defect.
+    None), "with_layout" (whether to begin with the memory that the recording began with). The methods that take it
+    raise ValueError for what there is not, and RuntimeError for a defect.
     """
 
     def __new__(
@@ -279,11 +280,31 @@ class ReplaySteps:
     ) -> ReplaySteps:
         """Pack the columns of `rallocator._replay.steps.Steps`.
 
+        Arguments:
+            kinds: with the next six, the columns.
+            allocations: see there, as for all columns.
+            sizes: bytes.
+            streams: numbers, of which 0 is the default stream.
+            pools: numbers, of which 0 is the default pool.
+            times_us: microseconds, never falling.
+            uses_end_us: microseconds, on the same clock.
+
         Raises:
             ValueError: the columns differ in length, or there is no such kind of step.
         """
 
     def __len__(self) -> int: ...
+    def after(self, layout: list[tuple[int, int, int, list[tuple[int, int | None]]]]) -> ReplaySteps:
+        """Return the same program with memory that there is before its first step, where "with_layout" asks for it.
+
+        Arguments:
+            layout: of each segment its bytes, stream, pool and pieces; of each piece its bytes and the allocation that
+                had it, or None.
+        """
+
+    def growth(self, asked: dict[str, Any]) -> list[int]:
+        """Return the steps in which more memory was obtained from the driver than there was before."""
+
     def changed(
         self, *, merge_streams: bool = False, merge_pools: bool = False, free_at_once: bool = False
     ) -> ReplaySteps:

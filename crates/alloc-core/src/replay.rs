@@ -28,6 +28,7 @@
 //! # Ok::<(), alloc_core::replay::ReplayError>(())
 //! ```
 
+mod layout;
 mod minimum;
 mod queues;
 #[cfg(test)]
@@ -35,6 +36,7 @@ mod tests;
 mod timeline;
 #[cfg(test)]
 mod timeline_tests;
+mod types;
 
 use std::sync::Arc;
 
@@ -47,10 +49,12 @@ use crate::driver::sim::{SimDriver, SimError, SimOptions};
 use crate::error::AllocError;
 use crate::id::{DeviceId, DevicePtr, PoolId, StreamHandle};
 use crate::snapshot::SegmentPicture;
+pub use layout::{PlacedPiece, PlacedSegment};
 pub use minimum::minimum_budget;
 use queues::Queues;
 use timeline::Recorder;
 pub use timeline::{BlockLife, Levels, SegmentLife, Timeline};
+pub use types::{Action, Options, Outcome, ReplayError, Step};
 
 /// The only device of the simulated machine: recordings of several are replayed one by one.
 const DEVICE: DeviceId = DeviceId(0);
@@ -61,138 +65,6 @@ const REQUEST_GRANULE_BYTES: u64 = 512;
 /// The first simulated card that is tried without a budget, and the largest. Address ranges grow with the card, so it is
 /// no larger than need be; the largest is beyond any card there is.
 const CARD_BYTES: (u64, u64) = (256 << 30, 8 << 40);
-
-/// One thing that the program did.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Step {
-    /// When, in microseconds since the recording began.
-    pub time_us: u64,
-    /// What.
-    pub action: Action,
-}
-
-/// What a program does with memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Action {
-    /// Asks for memory.
-    Allocate {
-        /// The number by which the free will name it: below the number of steps, and never given twice.
-        allocation: usize,
-        /// Bytes.
-        size: u64,
-        /// The stream that it is for: any but the last few handles there are, which the replay uses itself.
-        stream: StreamHandle,
-        /// The private pool that it is for.
-        pool: Option<PoolId>,
-    },
-    /// Gives memory back.
-    Free {
-        /// Which.
-        allocation: usize,
-        /// When the work has ended with which another stream uses it too, on the clock of [`Step::time_us`].
-        used_elsewhere_until_us: Option<u64>,
-    },
-    /// Asks for memory that the recorded program was refused, and gives it back at once if it is there: to see whether
-    /// it would have been. Without a budget nothing is refused, and this does nothing.
-    Try {
-        /// Bytes.
-        size: u64,
-        /// The stream that it is for.
-        stream: StreamHandle,
-        /// The private pool that it is for.
-        pool: Option<PoolId>,
-    },
-}
-
-/// How to replay.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// The settings. The memory fraction does not count: the budget stands in its place.
-    pub config: Config,
-    /// Bytes that the allocator may reserve, at most 2⁶²; none is as many as it takes.
-    pub budget_bytes: Option<u64>,
-    /// How many microseconds after it was queued work is taken to end.
-    pub lag_us: u64,
-    /// What sizes of physical handles are multiples of: a power of two. A real device says 2 MiB.
-    pub handle_granularity_bytes: u64,
-    /// Whether to stop at the first allocation that fails: the figures are those up to it.
-    pub stop_at_failure: bool,
-    /// Give all cached memory back to the driver once, before the step of this position.
-    pub empty_cache_before: Option<usize>,
-    /// Whether and from which step on to keep [`Outcome::peak_reserved_late`].
-    pub late_from: Option<usize>,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            config: Config::default(),
-            budget_bytes: None,
-            lag_us: 20_000,
-            handle_granularity_bytes: SimOptions::default().granularity_bytes,
-            stop_at_failure: false,
-            empty_cache_before: None,
-            late_from: None,
-        }
-    }
-}
-
-/// The figures of one replay. Bytes unless said otherwise.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Outcome {
-    /// The most that the program had asked for, of blocks in use or pending.
-    pub peak_requested: u64,
-    /// The most that the program held, each request rounded up to 512 bytes: the same for every policy, as long as
-    /// none fails.
-    pub peak_allocated: u64,
-    /// The most in blocks that were in use or pending.
-    pub peak_active: u64,
-    /// The most that was obtained from the driver and not returned, by the allocator's count.
-    pub peak_reserved: u64,
-    /// The same by the simulated GPU's count.
-    pub peak_device: u64,
-    /// Number of allocations that failed. Each is left out, with its free.
-    pub ooms: u64,
-    /// Number of times that cached memory went back to the driver before another try.
-    pub retries: u64,
-    /// Number of times that the host had to wait for the GPU.
-    pub host_waits: u64,
-    /// Microseconds that it waited.
-    pub host_wait_us: u64,
-    /// Number of times that a stream was made to wait for another.
-    pub gpu_waits: u64,
-    /// Calls of the driver by CUDA's name, those never made left out.
-    pub driver_calls: Vec<(&'static str, u64)>,
-    /// Microseconds that the host spent in them, without waiting.
-    pub driver_time_us: u64,
-    /// Number of physical handles that were moved to another address.
-    pub handles_moved: u64,
-    /// The most addresses that had memory behind them; a handle at two addresses counts twice.
-    pub peak_address_bytes: u64,
-    /// The most that was reserved after each of the steps from [`Options::late_from`] on; 0 without one.
-    pub peak_reserved_late: u64,
-}
-
-/// Why a replay came to no result.
-#[derive(Debug, thiserror::Error)]
-pub enum ReplayError {
-    /// A step names an allocation that there is not, or one twice. The caller's mistake.
-    #[error("step {step} names allocation {allocation}, which {reason}")]
-    Allocation {
-        /// The step's position.
-        step: usize,
-        /// The number that it names.
-        allocation: usize,
-        /// What is wrong with it.
-        reason: &'static str,
-    },
-    /// The allocator failed for another reason than lack of memory: a defect in it.
-    #[error("the allocator failed: {0}")]
-    Allocator(#[from] AllocError),
-    /// The simulated GPU refused or condemned something: a defect in the allocator.
-    #[error("the simulated GPU failed: {0}")]
-    Gpu(#[from] SimError),
-}
 
 /// Replays `steps`, which are in the order of their times.
 ///
@@ -213,6 +85,17 @@ pub fn replay_with_timeline(steps: &[Step], options: &Options) -> Result<(Outcom
     Ok((replay.outcome(), timeline))
 }
 
+/// The steps in which more was obtained from the driver than there was before.
+///
+/// # Errors
+/// [`ReplayError`].
+pub fn growth(steps: &[Step], options: &Options) -> Result<Vec<usize>, ReplayError> {
+    let (_, timeline) = replay_with_timeline(steps, options)?;
+    let before = std::iter::once(0).chain(timeline.levels.iter().map(|levels| levels.reserved));
+    let grown = timeline.levels.iter().zip(before).filter(|(levels, before)| levels.reserved > *before);
+    Ok(grown.map(|(levels, _)| levels.step as usize).collect())
+}
+
 /// The allocator's own picture of its memory after the first `count` of `steps`.
 ///
 /// # Errors
@@ -228,17 +111,17 @@ fn run(steps: &[Step], count: usize, options: &Options, with_timeline: bool) -> 
         // Twice the budget, so that it is the limit that is met, and a power of two, so that it is an exact fraction.
         let card_bytes = budget_bytes.saturating_mul(2).next_power_of_two();
         let fraction = budget_bytes as f64 / card_bytes as f64;
-        return Replay::new(steps.len(), options, card_bytes, fraction, with_timeline)?.run(&steps[..count]);
+        return Replay::begin(steps.len(), options, card_bytes, fraction, with_timeline)?.run(&steps[..count]);
     }
     let mut card_bytes = smallest_bytes;
     loop {
-        let replay = Replay::new(steps.len(), options, card_bytes, 1.0, with_timeline)?.run(steps)?;
+        let replay = Replay::begin(steps.len(), options, card_bytes, 1.0, with_timeline)?.run(steps)?;
         // A card that ran short was too small to say what the policy takes.
         if replay.allocator.stats(DEVICE).num_alloc_retries == 0 || card_bytes >= largest_bytes {
             if count == steps.len() {
                 return Ok(replay);
             }
-            return Replay::new(steps.len(), options, card_bytes, 1.0, with_timeline)?.run(&steps[..count]);
+            return Replay::begin(steps.len(), options, card_bytes, 1.0, with_timeline)?.run(&steps[..count]);
         }
         card_bytes *= 2;
     }
@@ -253,6 +136,8 @@ enum State {
         size: u64,
         stream: StreamHandle,
     },
+    /// Older than the recording, and where it was; its step comes yet.
+    Placed(DevicePtr),
     /// Refused, or of size 0: there is no memory, and its free does nothing.
     Without,
     Freed,
@@ -280,6 +165,23 @@ struct Replay {
 }
 
 impl Replay {
+    /// A replay that is about to take its first step.
+    fn begin(
+        steps: usize,
+        options: &Options,
+        card_bytes: u64,
+        fraction: f64,
+        with_timeline: bool,
+    ) -> Result<Self, ReplayError> {
+        if let Some(layout) = &options.layout {
+            let mut replay = Self::new(steps, options, card_bytes, fraction, with_timeline)?;
+            if replay.place(layout, &options.config).map_err(|failure| failure.at(0))? {
+                return Ok(replay);
+            }
+        }
+        Self::new(steps, options, card_bytes, fraction, with_timeline)
+    }
+
     fn new(
         steps: usize,
         options: &Options,
@@ -346,12 +248,16 @@ impl Replay {
     fn take(&mut self, action: Action) -> Result<(), Failure> {
         match action {
             Action::Allocate { allocation, size, stream, pool } => {
-                match self.allocations.get(allocation) {
+                self.allocations[allocation] = match self.allocations.get(allocation) {
                     None => return Err(Failure::Allocation(allocation, "is not below the number of steps")),
-                    Some(State::NotYet) => {}
+                    Some(State::NotYet) => self.allocate(size, stream, pool)?,
+                    Some(State::Placed(address)) => {
+                        let address = *address;
+                        self.hold(size);
+                        State::Live { address, size, stream }
+                    }
                     Some(_) => return Err(Failure::Allocation(allocation, "was made before")),
-                }
-                self.allocations[allocation] = self.allocate(size, stream, pool)?;
+                };
             }
             Action::Free { allocation, used_elsewhere_until_us } => {
                 let never_made = Failure::Allocation(allocation, "was never made");
@@ -361,7 +267,7 @@ impl Replay {
                         self.free(address, size, stream, used_elsewhere_until_us)?;
                     }
                     State::Without => {}
-                    State::NotYet => return Err(never_made),
+                    State::NotYet | State::Placed(_) => return Err(never_made),
                     State::Freed => return Err(Failure::Allocation(allocation, "was freed before")),
                 }
             }
@@ -376,23 +282,13 @@ impl Replay {
     }
 
     fn allocate(&mut self, size: u64, stream: StreamHandle, pool: Option<PoolId>) -> Result<State, Failure> {
-        if let Some(pool) = pool
-            && self.pools.insert(pool)
-        {
-            // The pool lives to the end: a recording does not tell when its graphs are gone. Requests name it, so that
-            // no stream need be sent to it.
-            self.allocator.begin_pool(DEVICE, pool, Arc::new(|_| false))?;
-            self.allocator.end_pool(DEVICE, pool);
-        }
+        self.begin_pool(pool)?;
         let answer = self.allocator.malloc(size, DEVICE, stream, pool);
         self.queue_work(stream)?;
         match answer {
             Ok(Some(address)) => {
-                if let Some(recorder) = &mut self.recorder {
-                    recorder.handed_out(self.allocator.block_size(address).unwrap_or(size));
-                }
-                self.allocated += rounded(size);
-                self.peak_allocated = self.peak_allocated.max(self.allocated);
+                self.note_handed_out(address, size);
+                self.hold(size);
                 Ok(State::Live { address, size, stream })
             }
             Ok(None) => Ok(State::Without),
@@ -402,6 +298,30 @@ impl Replay {
             }
             Err(error) => Err(error.into()),
         }
+    }
+
+    /// Makes a private pool known before its first use.
+    fn begin_pool(&mut self, pool: Option<PoolId>) -> Result<(), Failure> {
+        if let Some(pool) = pool
+            && self.pools.insert(pool)
+        {
+            // The pool lives to the end: a recording does not tell when its graphs are gone. Requests name it, so that
+            // no stream need be sent to it.
+            self.allocator.begin_pool(DEVICE, pool, Arc::new(|_| false))?;
+            self.allocator.end_pool(DEVICE, pool);
+        }
+        Ok(())
+    }
+
+    fn note_handed_out(&mut self, address: DevicePtr, size: u64) {
+        if let Some(recorder) = &mut self.recorder {
+            recorder.handed_out(self.allocator.block_size(address).unwrap_or(size));
+        }
+    }
+
+    fn hold(&mut self, size: u64) {
+        self.allocated += rounded(size);
+        self.peak_allocated = self.peak_allocated.max(self.allocated);
     }
 
     fn free(

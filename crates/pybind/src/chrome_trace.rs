@@ -12,8 +12,11 @@ use pyo3::types::PyBytes;
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-/// Memory events of one trace, at most: each takes some 50 bytes here, and more in Python.
-const MAX_EVENTS: usize = 20_000_000;
+/// Memory events of one trace, at most: each takes some 50 bytes here, and four times as many in Python.
+const MAX_EVENTS: usize = 10_000_000;
+
+/// Bytes of one text, at most: the parser holds a name as a whole before it is known to be of no interest.
+const MAX_STRING_BYTES: usize = 16 << 20;
 
 /// The name of an allocation's or a free's event.
 const MEMORY: &str = "[memory]";
@@ -29,7 +32,7 @@ type Event = (u64, u64, u64, Option<i64>, u64, u64);
 /// Raises `ValueError` for what is no JSON, and what `read` raises.
 #[pyfunction]
 pub(crate) fn read_chrome_trace(read: Bound<'_, PyAny>) -> PyResult<Vec<Event>> {
-    let mut source = Source { read, pending: Vec::new(), at: 0, error: None };
+    let mut source = Source { read, pending: Vec::new(), at: 0, text: Text::default(), error: None };
     let mut events = Vec::new();
     let mut json = serde_json::Deserializer::from_reader(BufReader::with_capacity(1 << 16, &mut source));
     let result = Document { events: &mut events }.deserialize(&mut json).and_then(|()| json.end());
@@ -46,7 +49,37 @@ struct Source<'py> {
     read: Bound<'py, PyAny>,
     pending: Vec<u8>,
     at: usize,
+    text: Text,
     error: Option<PyErr>,
+}
+
+/// Follows how long the text is that the document is in the middle of.
+#[derive(Default)]
+struct Text {
+    is_open: bool,
+    is_escaped: bool,
+    length: usize,
+}
+
+impl Text {
+    /// Looks at the next bytes. Returns false once a text is too long.
+    fn follow(&mut self, bytes: &[u8]) -> bool {
+        for byte in bytes {
+            if self.is_escaped {
+                self.is_escaped = false;
+            } else if *byte == b'"' {
+                self.is_open = !self.is_open;
+                self.length = 0;
+            } else if self.is_open {
+                self.is_escaped = *byte == b'\\';
+            }
+            self.length += usize::from(self.is_open);
+            if self.length > MAX_STRING_BYTES {
+                return false;
+            }
+        }
+        true
+    }
 }
 
 impl Read for Source<'_> {
@@ -54,7 +87,8 @@ impl Read for Source<'_> {
         if self.at == self.pending.len() {
             let chunk = self.read.call0().and_then(|chunk| Ok(chunk.cast_into::<PyBytes>()?.as_bytes().to_vec()));
             match chunk {
-                Ok(chunk) => (self.pending, self.at) = (chunk, 0),
+                Ok(chunk) if self.text.follow(&chunk) => (self.pending, self.at) = (chunk, 0),
+                Ok(_) => return Err(io::Error::other(format!("a text of more than {MAX_STRING_BYTES} bytes"))),
                 Err(error) => {
                     self.error = Some(error);
                     return Err(io::Error::other("the source failed"));

@@ -1,10 +1,11 @@
 //! Replays for Python: the look through a pickle before it is loaded, and the way from columns of steps to figures.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use alloc_core::config::Policy;
 use alloc_core::id::{PoolId, StreamHandle};
-use alloc_core::replay::{Action, Options, Outcome, ReplayError, Step, Timeline};
+use alloc_core::replay::{Action, Options, Outcome, PlacedPiece, PlacedSegment, ReplayError, Step, Timeline};
 use alloc_core::snapshot::SegmentPicture;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -39,7 +40,9 @@ impl PickleScanner {
 /// The steps of a recorded program, packed once and replayed many times.
 #[pyclass(module = "rallocator._core", frozen)]
 pub(crate) struct ReplaySteps {
-    steps: Vec<Step>,
+    steps: Arc<Vec<Step>>,
+    /// The memory that the recording began with, if that is known.
+    layout: Option<Arc<Vec<PlacedSegment>>>,
 }
 
 /// How to replay, as Python says it: [`Options`] by their names, and the policy besides.
@@ -53,10 +56,11 @@ struct Asked {
     handle_granularity_bytes: u64,
     empty_cache_before: Option<usize>,
     late_from: Option<usize>,
+    with_layout: bool,
 }
 
 impl Asked {
-    fn options(self) -> PyResult<Options> {
+    fn options(self, layout: Option<&Arc<Vec<PlacedSegment>>>) -> PyResult<Options> {
         let mut config = crate::config::parse(&self.config)?.config;
         config.policy = Policy::from_name(&self.policy)
             .ok_or_else(|| PyValueError::new_err(format!("there is no policy {}", self.policy)))?;
@@ -71,6 +75,7 @@ impl Asked {
             stop_at_failure: false,
             empty_cache_before: self.empty_cache_before,
             late_from: self.late_from,
+            layout: layout.filter(|_| self.with_layout).cloned(),
         })
     }
 }
@@ -107,7 +112,25 @@ impl ReplaySteps {
             };
             Ok(Step { time_us: times_us[index], action })
         };
-        Ok(Self { steps: (0..count).map(step).collect::<PyResult<_>>()? })
+        let steps = (0..count).map(step).collect::<PyResult<_>>()?;
+        Ok(Self { steps: Arc::new(steps), layout: None })
+    }
+
+    /// The same steps, after the memory that the recording began with: of each segment its size, stream, pool and pieces,
+    /// and of each piece its size and the allocation that had it.
+    fn after(&self, layout: Vec<PlainPlaced>) -> Self {
+        let segment = |(size, of_stream, of_pool, pieces): PlainPlaced| {
+            let pieces = pieces.into_iter().map(|(size, allocation)| PlacedPiece { size, allocation }).collect();
+            PlacedSegment { size, stream: stream(of_stream), pool: pool(of_pool), pieces }
+        };
+        let layout: Vec<_> = layout.into_iter().map(segment).collect();
+        Self { steps: Arc::clone(&self.steps), layout: (!layout.is_empty()).then(|| Arc::new(layout)) }
+    }
+
+    /// The steps in which more memory was obtained from the driver than there was before.
+    fn growth(&self, py: Python<'_>, asked: Asked) -> PyResult<Vec<usize>> {
+        let options = asked.options(self.layout.as_ref())?;
+        py.detach(|| alloc_core::replay::growth(&self.steps, &options)).map_err(|error| defect(&error))
     }
 
     fn __len__(&self) -> usize {
@@ -139,25 +162,25 @@ impl ReplaySteps {
             };
             Step { action, ..*step }
         };
-        Self { steps: self.steps.iter().map(change).collect() }
+        Self { steps: Arc::new(self.steps.iter().map(change).collect()), layout: None }
     }
 
     /// Replays and returns the figures by their names in the JSON. Other Python threads run meanwhile, here and below.
     fn replay<'py>(&self, py: Python<'py>, asked: Asked) -> PyResult<Bound<'py, PyDict>> {
-        let options = asked.options()?;
+        let options = asked.options(self.layout.as_ref())?;
         let outcome = py.detach(|| alloc_core::replay::replay(&self.steps, &options));
         figures(py, &outcome.map_err(|error| defect(&error))?)
     }
 
     /// The smallest budget under which nothing fails; None if there is none.
     fn minimum_budget(&self, py: Python<'_>, asked: Asked) -> PyResult<Option<u64>> {
-        let options = asked.options()?;
+        let options = asked.options(self.layout.as_ref())?;
         py.detach(|| alloc_core::replay::minimum_budget(&self.steps, &options)).map_err(|error| defect(&error))
     }
 
     /// Replays and returns what was where at every moment, as columns of little-endian numbers.
     fn timeline<'py>(&self, py: Python<'py>, asked: Asked) -> PyResult<Bound<'py, PyDict>> {
-        let options = asked.options()?;
+        let options = asked.options(self.layout.as_ref())?;
         let (_, timeline) = py
             .detach(|| alloc_core::replay::replay_with_timeline(&self.steps, &options))
             .map_err(|error| defect(&error))?;
@@ -167,7 +190,7 @@ impl ReplaySteps {
     /// The allocator's memory after the first `count` steps: segments as (address, size, blocks), and blocks as (address,
     /// size, state).
     fn state_after(&self, py: Python<'_>, count: usize, asked: Asked) -> PyResult<Vec<PlainSegment>> {
-        let options = asked.options()?;
+        let options = asked.options(self.layout.as_ref())?;
         let count = count.min(self.steps.len());
         let picture = py
             .detach(|| alloc_core::replay::picture_after(&self.steps, count, &options))
@@ -200,6 +223,9 @@ impl ReplaySteps {
         bytes(py, levels.map(u64::to_le_bytes))
     }
 }
+
+/// Size, stream, pool, pieces; and of each its size and allocation.
+type PlainPlaced = (u64, u64, u64, Vec<(u64, Option<usize>)>);
 
 /// Address, size, blocks; and of each its address, size and state.
 type PlainSegment = (u64, u64, Vec<(u64, u64, &'static str)>);

@@ -11,6 +11,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rallocator._replay.layout import Candidate, OldBlock, candidates
 from rallocator._replay.pools import infer_pools
 from rallocator._replay.recording import DEFAULT_POOL, PoolPair, Recording, Segment, Trace
 from rallocator._replay.state import MemoryState, memory_state
@@ -58,6 +59,8 @@ class History:
     """The bytes that were to be had, as far as failed allocations show; None where none failed, or nothing shows it."""
     state: MemoryState | None = None
     """The memory when the recording ended; None if the file shows no segment."""
+    layout: tuple[tuple[Candidate, int, int], ...] = ()
+    """The segments that may have been there when the recording began, with the numbers of their streams and pools."""
     frames: tuple[object, ...] = ()
     """By whom each allocation was made, by its number, as the file has it. Empty where frames are not kept."""
 
@@ -100,6 +103,7 @@ def _history(recording: Recording, device: int, streams: Streams, *, recorded: b
         "expandable" if is_expandable else "native",
         _recorded_limit(trace, levels),
         memory_state(segments),
+        () if reason else walk.layout(),
         tuple(walk.frames),
     )
 
@@ -166,6 +170,10 @@ class _Walk:
         self._waiting: dict[int, int | None] = {}
         """Addresses whose free was requested and has not completed: the step that is to know when it does, if any."""
         self._freed_older: set[int] = set()
+        self._old_blocks: list[OldBlock] = []
+        """Those and the blocks that outlived the recording."""
+        self._first_allocations: dict[int, tuple[int, int]] = {}
+        """The bytes asked for at first and the allocation, by address, in the order of time."""
         self._frees_without_block = 0
         self._replaced = 0
 
@@ -215,6 +223,7 @@ class _Walk:
         self._complete(address, self._times_us[index])
         self._freed_older.discard(address)
         self._live[address] = self._number(self._event_frames[index] if self._event_frames else None)
+        self._first_allocations.setdefault(address, (self._sizes[index], self._live[address]))
         self._steps.add(Kind.ALLOCATE, self._live[address], *self._request(index))
 
     def _complete(self, address: int, time_us: int) -> None:
@@ -230,8 +239,10 @@ class _Walk:
                 self._frees_without_block += 1
                 return
             allocation = self._number(None)
-            self._freed_older.add(address)
             size, stream, pool, _ = self._request(index)
+            if address not in self._first_allocations:
+                self._old_blocks.append(OldBlock(address, size, allocation))
+            self._freed_older.add(address)
             self._older.add(Kind.ALLOCATE, allocation, size, stream, pool, 0)
         self._steps.add(kind, allocation, 0, 0, 0, self._times_us[index])
 
@@ -251,7 +262,15 @@ class _Walk:
                 if block.address not in self._live and block.address not in self._waiting:
                     stream, pool = self._stream(segment.stream), self._pool(segment.pool)
                     outlived.add(Kind.ALLOCATE, self._number(block.frames), block.requested, stream, pool, 0)
+                    self._old_blocks.append(OldBlock(block.address, block.size, self._allocations - 1))
         return outlived
+
+    def layout(self) -> tuple[tuple[Candidate, int, int], ...]:
+        """Return what the recording may have begun with; to be asked for after the walk."""
+        if self._merged:
+            return ()
+        found = candidates(self._segments, self._old_blocks, self._first_allocations)
+        return tuple((one, self._stream(one.segment.stream), self._pool(one.segment.pool)) for one in found)
 
     def _request(self, index: int) -> tuple[int, int, int, int]:
         """Return size, stream, pool and time of an event, as a step has them."""

@@ -99,7 +99,8 @@ def replay(
     """Replay a recorded history on a simulated GPU, with the allocator's own code.
 
     Only the recorded allocations and frees count, not what torch's allocator did to serve them. Blocks that are older
-    than the recording are placed first. Needs no GPU and no torch.
+    than the recording are placed first; under "native", if that is what was recorded, where they lay, with the memory
+    that was cached beside them. Needs no GPU and no torch.
 
     Arguments:
         path: a memory snapshot of torch (`torch.cuda.memory._dump_snapshot`), a Chrome trace of its profiler with

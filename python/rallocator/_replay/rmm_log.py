@@ -16,6 +16,9 @@ HEADER = b"Thread,Time,Action,Pointer,Size,Stream"
 MAX_LINE_BYTES = 4096
 """A row has some eighty."""
 
+MAX_ROWS = 10_000_000
+"""Rows of one log: each takes some 300 bytes of memory."""
+
 _ACTIONS = {"allocate": "alloc", "free": "free", "deallocate": "free", "allocate failure": "oom"}
 
 _CLOCK = re.compile(r"(\d{1,2}):(\d{2}):(\d{2})[.:](\d{1,9})")
@@ -37,6 +40,8 @@ def read_rmm_log(chunks: Iterable[bytes]) -> Recording:
     for number, line in enumerate(_lines(chunks), 1):
         if number == 1 or not line.strip():
             continue
+        if number > MAX_ROWS:
+            raise SnapshotError(f"more than {MAX_ROWS} lines")
         fields = [field.strip() for field in line.decode("ascii", "replace").split(",")]
         if len(fields) != HEADER.count(b",") + 1:
             raise SnapshotError(f"line {number} has {len(fields)} fields, and not those of RMM's log")

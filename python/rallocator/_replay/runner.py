@@ -15,7 +15,14 @@ from rallocator._replay.history import History, histories
 from rallocator._replay.reader import read_recording
 from rallocator._replay.row import ReplayRow
 from rallocator._replay.settings import ReplaySettings
+from rallocator._replay.steps import Kind
 from rallocator.errors import RallocatorError
+
+MOST_GUESSES = 16
+"""Replays that are spent on finding out what a recording began with; most take two or three …"""
+
+MOST_GUESSED_STEPS = 3_000_000
+"""… and steps of all of them together, so that a large recording is not kept waiting for seconds."""
 
 _FIGURES = {field.name for field in dataclasses.fields(ReplayRow)}
 
@@ -41,6 +48,8 @@ class Subject:
             "handle_granularity_bytes": settings.handle_bytes,
             "empty_cache_before": None,
             "late_from": None,
+            # What there was in the beginning is known of the recorded policy only, and under its own settings.
+            "with_layout": policy == self.history.recorded_policy and not settings.config.strip(),
             **changes,
         }
 
@@ -106,10 +115,42 @@ def subjects(path: str | os.PathLike[str], settings: ReplaySettings, *, keep_fra
     found = histories(recording, settings.streams)
     # What was read may be large, and is needed no more.
     del recording
-    return [
-        Subject(os.fspath(path), history, settings, history.steps.packed() if history.reason is None else None)
-        for history in found
-    ]
+    return [_subject(os.fspath(path), history, settings) for history in found]
+
+
+def _subject(file: str, history: History, settings: ReplaySettings) -> Subject:
+    if history.reason is not None:
+        return Subject(file, history, settings, None)
+    subject = Subject(file, history, settings, history.steps.packed())
+    return dataclasses.replace(subject, steps=_after_beginning(subject)) if history.layout else subject
+
+
+def _after_beginning(subject: Subject) -> _core.ReplaySteps | None:
+    """Return the steps after the memory that the recording began with.
+
+    Of some segments it is not clear whether they were there, or were obtained for the first allocation in them. So they
+    are taken to be new; where a replay needs no new memory for that allocation, the segment must have been there.
+    """
+    history, steps = subject.history, subject.steps
+    if steps is None:
+        return None
+    places = enumerate(zip(history.steps.kinds, history.steps.allocations, strict=True))
+    step_of = {allocation: step for step, (kind, allocation) in places if kind == Kind.ALLOCATE}
+    old: set[int] = set()
+    for _ in range(max(2, min(MOST_GUESSES, MOST_GUESSED_STEPS // len(steps)))):
+        layout = [
+            (one.segment.size, stream, pool, one.pieces)
+            for one, stream, pool in history.layout
+            if one.doubt is None or one.doubt in old
+        ]
+        steps = steps.after(layout)
+        grown = set(steps.growth(subject.asked(history.recorded_policy, budget_bytes=None)))
+        doubts = {one.doubt for one, _, _ in history.layout if one.doubt is not None} - old
+        there = {doubt for doubt in doubts if step_of[doubt] not in grown}
+        if not there:
+            break
+        old |= there
+    return steps
 
 
 def replay_subjects(found: Sequence[Subject]) -> list[ReplayRow]:

@@ -228,3 +228,42 @@ fn handles_are_multiples_of_the_granularity() {
     assert_eq!(replay(&steps, &with(2 * MIB)).unwrap().peak_reserved, 4 * MIB);
     assert_eq!(replay(&steps, &with(16 * MIB)).unwrap().peak_reserved, 16 * MIB);
 }
+
+/// A large segment of 64 MiB with 20 MiB free in its middle, and a small one with half of it free.
+fn layout() -> Arc<Vec<PlacedSegment>> {
+    let piece = |mib: u64, allocation| PlacedPiece { size: mib * MIB / 2, allocation };
+    let placed = |size, pieces| PlacedSegment { size, stream: StreamHandle::DEFAULT, pool: None, pieces };
+    Arc::new(vec![
+        placed(64 * MIB, vec![piece(40, Some(0)), piece(40, None), piece(48, Some(1))]),
+        placed(2 * MIB, vec![piece(1, Some(2)), piece(3, None)]),
+    ])
+}
+
+fn with_layout(budget_bytes: Option<u64>) -> Options {
+    Options { layout: Some(layout()), ..options(Policy::Native, budget_bytes) }
+}
+
+#[test]
+fn replay_begins_with_the_memory_that_the_recording_began_with() {
+    let old = [allocate(0, 0, 20 * MIB), allocate(0, 1, 24 * MIB - 100), allocate(0, 2, 1000)];
+    let fits = [old.as_slice(), &[allocate(1, 3, 19 * MIB), allocate(2, 4, MIB)]].concat();
+    let outcome = replay(&fits, &with_layout(None)).unwrap();
+    assert_eq!(outcome.peak_reserved, 66 * MIB, "both fit what was free");
+    assert_eq!(outcome.peak_allocated, (20 + 24 + 19 + 1) * MIB + 1024);
+    let too_large = [old.as_slice(), &[allocate(1, 3, 21 * MIB)]].concat();
+    assert_eq!(replay(&too_large, &with_layout(None)).unwrap().peak_reserved, 88 * MIB);
+    assert_eq!(growth(&too_large, &with_layout(None)).unwrap(), [0, 3], "the beginning counts as the first step");
+    let freed = [old.as_slice(), &[free(1, 0), allocate(2, 3, 40 * MIB)]].concat();
+    assert_eq!(replay(&freed, &with_layout(None)).unwrap().peak_reserved, 66 * MIB, "free neighbours are one block");
+}
+
+#[test]
+fn memory_that_cannot_be_had_is_not_begun_with() {
+    let old = [allocate(0, 0, 20 * MIB), allocate(0, 1, 24 * MIB), allocate(0, 2, 1000)];
+    let small = replay(&old, &with_layout(Some(50 * MIB))).unwrap();
+    assert_eq!((small.peak_reserved, small.ooms), (46 * MIB, 0));
+    let odd = vec![PlacedSegment { size: 5 * MIB, stream: StreamHandle::DEFAULT, pool: None, pieces: vec![] }];
+    let odd = Options { layout: Some(Arc::new(odd)), ..options(Policy::Native, None) };
+    assert_eq!(replay(&old, &odd).unwrap().peak_reserved, 46 * MIB, "no segment has 5 MiB");
+    assert_eq!(minimum_budget(&old, &with_layout(None)).unwrap(), Some(46 * MIB));
+}

@@ -1,0 +1,160 @@
+"""Recordings that begin in the middle of a run: what was there is found out, and replays land on what was recorded."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rallocator
+from rallocator._replay import POLICIES, ReplaySettings, replay_file
+from rallocator._replay.history import histories
+from rallocator._replay.layout import Piece
+from rallocator._replay.reader import read_recording
+from tests.histories import GIB, MIB, event, free, load, segment, write, write_history
+
+PUBLIC = Path("/work/shared/traces/public")
+
+
+def recorded_peak(segments: list[dict[str, Any]], trace: list[dict[str, Any]]) -> int:
+    """Bytes reserved at most, walked back from the final segments."""
+    changes = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+    reserved: int = sum(one["total_size"] for one in segments)
+    peak = reserved
+    for entry in reversed(trace):
+        reserved -= changes.get(entry["action"], 0) * entry["size"]
+        peak = max(peak, reserved)
+    return peak
+
+
+def without_head(snapshot: dict[str, Any], share: float, path: Path) -> tuple[Path, int]:
+    """The snapshot without the first events and without any of segments, and the peak that it really had since."""
+    (trace, *_) = snapshot["device_traces"]
+    rest = trace[int(share * len(trace)) :]
+    blocks = [entry for entry in rest if not entry["action"].startswith("segment_")]
+    bare = {"segments": copy.deepcopy(snapshot["segments"]), "device_traces": [blocks]}
+    return write(path, bare), recorded_peak(snapshot["segments"], rest)
+
+
+@pytest.mark.parametrize("share", [0.0, 1 / 3, 1 / 2, 3 / 4, 0.9])
+@pytest.mark.parametrize("name", ["gpt_varlen", "lora_checkpoint", "kv_decode", "moe", "frames"])
+def test_native_lands_on_the_recorded_peak_wherever_the_recording_begins(
+    name: str, share: float, tmp_path: Path
+) -> None:
+    path, peak = without_head(load(name), share, tmp_path / "history")
+    (row,) = rallocator.replay(path, ["native"]).rows
+    assert row.peak_reserved == pytest.approx(peak, rel=0.005)
+
+
+@pytest.mark.parametrize("share", [0.0, 1 / 3, 1 / 2, 3 / 4])
+def test_expandable_lands_on_it_within_the_recorded_limit(share: float, tmp_path: Path) -> None:
+    path, peak = without_head(load("expandable_capped"), share, tmp_path / "history")
+    (row,) = rallocator.replay(path, ["expandable"], "23.9GiB").rows
+    assert row.peak_reserved == pytest.approx(peak, rel=0.005)
+
+
+@pytest.mark.skipif(not PUBLIC.is_dir(), reason="the public histories are not on this machine")
+@pytest.mark.parametrize("share", [0.0, 1 / 3, 1 / 2, 3 / 4])
+@pytest.mark.parametrize(
+    "name",
+    ["decomfl_from_empty", "gpt_medium_ctx128_train", "gpt_medium_ctx1024_train", "gpt_medium_ctx1024_inference"],
+)
+def test_public_recordings_land_on_it_too(name: str, share: float, tmp_path: Path) -> None:
+    import lzma
+
+    snapshot = pickle.loads(lzma.decompress((PUBLIC / f"{name}.pickle.xz").read_bytes()))  # noqa: S301 — known files.
+    path, peak = without_head(snapshot, share, tmp_path / "history")
+    (row,) = rallocator.replay(path, ["native"]).rows
+    assert row.peak_reserved == pytest.approx(peak, rel=0.005)
+
+
+# What is found out.
+
+
+def layout_of(path: Path) -> list[tuple[int, list[Piece], bool]]:
+    """Segments that may have been there: bytes, pieces, whether it is certain."""
+    (history,) = histories(read_recording(path))
+    return [(one.segment.size, one.pieces, one.doubt is None) for one, _, _ in history.layout]
+
+
+OLD = segment(1 << 40, (30 * MIB, "active_allocated"), (10 * MIB, "inactive"), (24 * MIB, "active_allocated"))
+
+
+def test_older_blocks_lie_where_they_lay(tmp_path: Path) -> None:
+    events = [*free((1 << 40) + 40 * MIB, 24 * MIB - 700, 5), event("alloc", 1 << 20, 512, 6), *free(1 << 20, 512, 7)]
+    blocks = segment(1 << 40, (30 * MIB, "active_allocated"), (34 * MIB, "inactive"))
+    ((size, pieces, certain),) = layout_of(write_history(tmp_path / "h", events, [blocks]))
+    assert (size, certain) == (64 * MIB, True)
+    # The 188 bytes beyond the rounded request are too few to be a block of their own.
+    assert [(piece, allocation is None) for piece, allocation in pieces] == [
+        (30 * MIB, False),
+        (10 * MIB, True),
+        (24 * MIB, False),
+    ]
+
+
+def test_a_segment_without_an_event_was_there(tmp_path: Path) -> None:
+    events = [event("alloc", 1 << 20, 512), *free(1 << 20, 512)]
+    idle = segment(1 << 41, (40 * MIB, "inactive"), stream=7)
+    assert layout_of(write_history(tmp_path / "h", events, [OLD, idle]))[1] == (40 * MIB, [(40 * MIB, None)], True)
+    result = rallocator.replay(tmp_path / "h")
+    assert result.row("native").peak_reserved == 106 * MIB
+    assert result.row("rallocator").peak_reserved == 56 * MIB, "other policies begin with what is in use"
+
+
+def test_a_segment_that_its_first_allocation_may_have_asked_for_is_in_doubt(tmp_path: Path) -> None:
+    fresh = segment(1 << 41, (40 * MIB, "inactive"))
+    others = segment(1 << 42, (60 * MIB, "inactive"))
+    events = [event("alloc", 1 << 41, 39 * MIB, 1), *free(1 << 41, 39 * MIB, 2)]
+    events += [event("alloc", 1 << 42, 20 * MIB, 3), *free(1 << 42, 20 * MIB, 4)]
+    path = write_history(tmp_path / "h", events, [OLD, fresh, others])
+    assert [certain for _, _, certain in layout_of(path)] == [True, False, True]
+
+
+def test_a_recording_that_begins_with_the_program_begins_with_nothing(tmp_path: Path) -> None:
+    events = [event("alloc", 1 << 41, 40 * MIB, 1), *free(1 << 41, 40 * MIB, 2)]
+    assert layout_of(write_history(tmp_path / "h", events, [segment(1 << 41, (40 * MIB, "inactive"))])) == []
+
+
+def test_what_cannot_have_been_is_left_to_the_requests(tmp_path: Path) -> None:
+    overlapping = segment((1 << 40) + MIB, (40 * MIB, "inactive"))
+    events = [event("alloc", 1 << 20, 512), *free(1 << 20, 512)]
+    path = write_history(tmp_path / "h", events, [OLD, overlapping])
+    assert layout_of(path) == []
+    expandable = segment(1 << 41, (40 * MIB, "active_allocated"), is_expandable=True)
+    assert layout_of(write_history(tmp_path / "e", events, [OLD, expandable])) == []
+    # An older block that is larger than the segment that it lies in.
+    wide = [*free(1 << 40, GIB, 1), event("alloc", 1 << 20, 512), *free(1 << 20, 512)]
+    assert layout_of(write_history(tmp_path / "w", wide, [segment(1 << 40, (30 * MIB, "inactive"))])) == []
+    (row, *_) = rallocator.replay(tmp_path / "w").rows
+    assert row.peak_reserved == 1026 * MIB
+
+
+def test_it_counts_under_the_recorded_policy_and_its_own_settings_only(tmp_path: Path) -> None:
+    events = [event("alloc", 1 << 20, 512), *free(1 << 20, 512)]
+    idle = segment(1 << 41, (400 * MIB, "inactive"))
+    path = write_history(tmp_path / "h", events, [OLD, idle])
+    reserved = {row.policy: row.peak_reserved for row in rallocator.replay(path).rows}
+    assert reserved["native"] == 466 * MIB
+    assert max(reserved["expandable"] or 0, reserved["rallocator"] or 0) <= 100 * MIB
+    for options in ({"config": "max_split_size_mb:100"}, {"streams": "merge"}, {"budget": "200MiB"}):
+        (row,) = rallocator.replay(path, ["native"], **options).rows  # type: ignore[arg-type]
+        assert row.peak_reserved == 56 * MIB, options
+        assert row.ooms == 0
+
+
+def test_a_report_shows_what_there_was_in_the_beginning(tmp_path: Path) -> None:
+    path, _ = without_head(load("frames"), 0.5, tmp_path / "history")
+    (subject,) = replay_file(path, ReplaySettings.check(POLICIES)).subjects
+    assert subject.steps is not None
+    for policy in POLICIES:
+        asked = subject.asked(policy)
+        timeline = subject.steps.timeline(asked)
+        picture = subject.steps.state_after(1, asked)
+        reserved = sum(size for _, size, _ in picture)
+        (first, *_) = memoryview(timeline["level_reserved"]).cast("Q")
+        assert first == reserved
+        assert (reserved > 7 * GIB) == (policy == "native")
