@@ -7,7 +7,19 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 TRACES = Path(__file__).parent / "traces"
+
+# Histories that others published: not part of this repository, but lent beside the checkout on some machines.
+PUBLIC = Path(__file__).parents[2] / "shared" / "traces" / "public"
+PUBLIC_NAMES = (
+    "decomfl_from_empty",
+    "gpt_medium_ctx128_train",
+    "gpt_medium_ctx1024_train",
+    "gpt_medium_ctx1024_inference",
+)
+needs_public_histories = pytest.mark.skipif(not PUBLIC.is_dir(), reason=f"there is no {PUBLIC}")
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -26,12 +26,13 @@ EVERY_FIELD = Config(
     per_process_memory_fraction=0.5,
     peers="none",
     cross_stream_reuse="all",
+    move="contiguous",
     history_limit=1000,
 )
 EVERY_FIELD_AS_TEXT = (
     "policy:native,max_split_size_mb:128,max_non_split_rounding_mb:64,garbage_collection_threshold:0.8,"
     "roundup_power2_divisions:[256:1,512:2,>:8],large_segment_size_mb:32,per_process_memory_fraction:0.5,peers:none,"
-    "cross_stream_reuse:all,history_limit:1000"
+    "cross_stream_reuse:all,move:contiguous,history_limit:1000"
 )
 
 
@@ -77,6 +78,7 @@ def test_every_field_that_the_core_has_is_a_field_here() -> None:
         ("roundup_power2_divisions", 3, "a power of two up to 1048576, or a list"),
         ("peers", "some", "used or all or none"),
         ("cross_stream_reuse", "never", "done or owned or all"),
+        ("move", "never", "on or off or contiguous"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_the_field_and_the_range(field: str, value: object, expected: str) -> None:
@@ -138,6 +140,7 @@ def test_without_any_source_the_defaults_hold() -> None:
         "per_process_memory_fraction": "1",
         "peers": "used",
         "cross_stream_reuse": "owned",
+        "move": "on",
         "history_limit": "0",
     }
     assert {setting.source for setting in settings.settings} == {"default"}
@@ -250,6 +253,7 @@ def test_expandable_segments_never_sets_the_policy_and_false_says_what_would() -
     [
         ("expandable", "garbage_collection_threshold:0.8", "native"),
         ("native", "cross_stream_reuse:all", "rallocator"),
+        ("expandable", "move:off", "rallocator"),
         ("native", "peers:all", "expandable and rallocator"),
         ("rallocator", "large_segment_size_mb:32", "native and expandable"),
     ],

@@ -18,7 +18,18 @@ from rallocator._replay.history import History, histories
 from rallocator._replay.reader import read_recording
 from rallocator._replay.steps import Kind
 from rallocator.errors import SnapshotError
-from tests.histories import MIB, TRACES, event, free, load, segment, write, write_history
+from tests.histories import (
+    MIB,
+    PUBLIC,
+    TRACES,
+    event,
+    free,
+    load,
+    needs_public_histories,
+    segment,
+    write,
+    write_history,
+)
 
 
 def read(path: Path) -> History:
@@ -300,10 +311,7 @@ def test_a_history_has_the_state_at_its_end_too(tmp_path: Path) -> None:
     assert row.state is None
 
 
-PUBLIC = Path("/work/shared/traces/public")
-
-
-@pytest.mark.skipif(not PUBLIC.is_dir(), reason="the public histories are not on this machine")
+@needs_public_histories
 @pytest.mark.parametrize(
     ("name", "reserved_mib", "pools"),
     [

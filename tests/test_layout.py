@@ -14,9 +14,19 @@ from rallocator._replay import POLICIES, ReplaySettings, replay_file
 from rallocator._replay.history import histories
 from rallocator._replay.layout import Piece
 from rallocator._replay.reader import read_recording
-from tests.histories import GIB, MIB, event, free, load, segment, write, write_history
-
-PUBLIC = Path("/work/shared/traces/public")
+from tests.histories import (
+    GIB,
+    MIB,
+    PUBLIC,
+    PUBLIC_NAMES,
+    event,
+    free,
+    load,
+    needs_public_histories,
+    segment,
+    write,
+    write_history,
+)
 
 
 def recorded_peak(segments: list[dict[str, Any]], trace: list[dict[str, Any]]) -> int:
@@ -56,12 +66,9 @@ def test_expandable_lands_on_it_within_the_recorded_limit(share: float, tmp_path
     assert row.peak_reserved == pytest.approx(peak, rel=0.005)
 
 
-@pytest.mark.skipif(not PUBLIC.is_dir(), reason="the public histories are not on this machine")
+@needs_public_histories
 @pytest.mark.parametrize("share", [0.0, 1 / 3, 1 / 2, 3 / 4])
-@pytest.mark.parametrize(
-    "name",
-    ["decomfl_from_empty", "gpt_medium_ctx128_train", "gpt_medium_ctx1024_train", "gpt_medium_ctx1024_inference"],
-)
+@pytest.mark.parametrize("name", PUBLIC_NAMES)
 def test_public_recordings_land_on_it_too(name: str, share: float, tmp_path: Path) -> None:
     import lzma
 

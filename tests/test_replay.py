@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import collections
 import copy
 import dataclasses
 import functools
@@ -17,9 +19,25 @@ from typing import Any
 import pytest
 
 import rallocator
-from rallocator._replay import ReplayResult, ReplayRow
+from rallocator._replay import ReplayResult, ReplayRow, Streams
+from rallocator._replay.history import histories
+from rallocator._replay.snapshot import read_snapshot
+from rallocator._replay.steps import Kind
 from rallocator.errors import ConfigError, SnapshotError
-from tests.histories import GIB, MIB, TRACES, event, free, load, segment, write, write_history
+from tests.histories import (
+    GIB,
+    MIB,
+    PUBLIC,
+    PUBLIC_NAMES,
+    TRACES,
+    event,
+    free,
+    load,
+    needs_public_histories,
+    segment,
+    write,
+    write_history,
+)
 
 HISTORIES = (
     "gpt_varlen",
@@ -145,9 +163,9 @@ def test_peak_allocated_is_the_same_for_every_policy_and_counted_by_hand(name: s
 @pytest.mark.parametrize(
     ("name", "least_utilization", "most_driver_time"),
     [
-        ("gpt_varlen", 0.988, 0.01),
-        ("lora_checkpoint", 0.985, 0.012),
-        ("kv_decode", 0.99, 0.0105),
+        ("gpt_varlen", 0.99, 0.01),
+        ("lora_checkpoint", 0.99, 0.0125),
+        ("kv_decode", 0.99, 0.013),
         ("moe", 0.965, 0.035),
     ],
 )
@@ -161,6 +179,61 @@ def test_rallocator_wastes_little_memory_and_time_whatever_the_lag(
     assert row.host_waits == 0
 
 
+def hardly_worse_than_expandable(path: Path, lag_ms: float) -> bool:
+    ours, theirs = rallocator.replay(path, ["rallocator", "expandable"], lag_ms=lag_ms).rows
+    return number(ours.utilization) >= number(theirs.utilization) - 0.002
+
+
+@pytest.mark.parametrize("lag_ms", [0.0, 20.0, 200.0])
+@pytest.mark.parametrize("name", HISTORIES)
+def test_rallocator_is_never_more_than_a_fifth_of_a_point_below_expandable(name: str, lag_ms: float) -> None:
+    assert hardly_worse_than_expandable(TRACES / f"{name}.pickle.xz", lag_ms)
+
+
+def least_without_a_wait(name: str, lag_ms: float) -> int:
+    """The bytes that a history with private pools needs at least if the host never waits.
+
+    A graph runs again, so its pool gives nothing back while it lives, and gets from other pools only what the host
+    knows to be over: not what was in use within the lag.
+    """
+    (history,) = histories(read_snapshot(TRACES / f"{name}.pickle.xz"), Streams.KEEP)
+    steps, lag_us = history.steps, lag_ms * 1000
+    live: dict[int, tuple[tuple[int, int], int]] = {}
+    in_use: dict[tuple[int, int], list[tuple[int, int]]] = collections.defaultdict(lambda: [(0, 0)])
+    least = 0
+    columns = zip(steps.kinds, steps.allocations, steps.sizes, steps.streams, steps.pools, steps.times_us, strict=True)
+    for kind, allocation, size, stream, pool, time_us in columns:
+        if kind == Kind.ALLOCATE:
+            live[allocation] = ((stream, pool), math.ceil(size / 512) * 512)
+        elif kind == Kind.TRY:
+            continue
+        key, size_of = live[allocation] if kind == Kind.ALLOCATE else live.pop(allocation)
+        uses = in_use[key]
+        uses.append((time_us, uses[-1][1] + (size_of if kind == Kind.ALLOCATE else -size_of)))
+        if kind == Kind.ALLOCATE and pool:
+            needed = 0
+            for (_, of), uses in in_use.items():
+                recent = bisect.bisect_right(uses, time_us - lag_us, key=lambda use: use[0])
+                needed += max(held for _, held in (uses if of else uses[max(recent - 1, 0) :]))
+            least = max(least, needed)
+    return least
+
+
+def least_for_the_refused(name: str) -> int:
+    """The bytes that the program held when it was refused a request, and that request."""
+    (history,) = histories(read_snapshot(TRACES / f"{name}.pickle.xz"), Streams.KEEP)
+    steps = history.steps
+    live: dict[int, int] = {}
+    for kind, allocation, size in zip(steps.kinds, steps.allocations, steps.sizes, strict=True):
+        if kind == Kind.TRY:
+            return sum(live.values()) + size
+        if kind == Kind.ALLOCATE:
+            live[allocation] = size
+        else:
+            del live[allocation]
+    raise AssertionError("nothing was refused")
+
+
 @pytest.mark.parametrize("lag_ms", [0.0, 20.0, 200.0])
 @pytest.mark.parametrize("name", HISTORIES)
 def test_rallocator_needs_hardly_more_than_the_program_has_in_use(name: str, lag_ms: float) -> None:
@@ -168,9 +241,17 @@ def test_rallocator_needs_hardly_more_than_the_program_has_in_use(name: str, lag
     free = only_row(path, "rallocator", lag_ms=lag_ms)
     budget = number(free.peak_active) * 102 // 100 + 32 * MIB
     row = only_row(path, "rallocator", lag_ms=lag_ms, budget=budget)
-    # What the recorded program was refused with 15.8 GiB is tried here too, and would need 15.31 GiB at least.
-    assert row.ooms == (1 if name == "oom_fragmented" else 0)
     assert number(row.peak_reserved) <= budget
+    if name == "oom_fragmented":
+        # What the recorded program was refused with 15.8 GiB is tried here too: it does not fit beside what is held.
+        assert least_for_the_refused(name) > budget
+        assert row.ooms == 1
+    else:
+        assert row.ooms == 0
+    times = [entry["time_us"] for entry in load(name)["device_traces"][0]]
+    if number(row.host_wait_us) > 0.01 * (times[-1] - times[0]):
+        assert name == "graphs"
+        assert least_without_a_wait(name, lag_ms) > budget
 
 
 # What must not change the figures.
@@ -348,14 +429,15 @@ def test_a_replay_loads_neither_torch_nor_the_command_line() -> None:
     subprocess.run([sys.executable, "-c", script, str(TRACES / "graphs.pickle.xz")], check=True, timeout=60)
 
 
-PUBLIC = Path("/work/shared/traces/public")
+@needs_public_histories
+@pytest.mark.parametrize("lag_ms", [0.0, 20.0, 200.0])
+@pytest.mark.parametrize("name", PUBLIC_NAMES)
+def test_on_public_histories_too_rallocator_is_never_far_below_expandable(name: str, lag_ms: float) -> None:
+    assert hardly_worse_than_expandable(PUBLIC / f"{name}.pickle.xz", lag_ms)
 
 
-@pytest.mark.skipif(not PUBLIC.is_dir(), reason="the public histories are not on this machine")
-@pytest.mark.parametrize(
-    "name",
-    ["decomfl_from_empty", "gpt_medium_ctx128_train", "gpt_medium_ctx1024_train", "gpt_medium_ctx1024_inference"],
-)
+@needs_public_histories
+@pytest.mark.parametrize("name", PUBLIC_NAMES)
 def test_public_histories_reserve_what_torch_reserved(name: str) -> None:
     row = only_row(PUBLIC / f"{name}.pickle.xz")
     assert number(row.peak_reserved) == pytest.approx(row.recorded_peak_reserved, rel=0.005)

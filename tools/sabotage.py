@@ -210,7 +210,7 @@ FAULTS = (
         "lend a block before its last use is over",
         "guest.rs",
         "let undone = uses.filter(|(stream, epoch)| *stream != own && !self.streams.is_done(*stream, *epoch));",
-        "let undone = uses.filter(|(stream, epoch)| *stream != own && !self.streams.is_done(*stream, *epoch) && false);",
+        "let undone = uses.filter(|_| false);",
     ),
     Fault(
         "lend memory of a live graph",
@@ -221,14 +221,26 @@ FAULTS = (
     Fault(
         "let a guest go home before its stream is done",
         "device.rs",
-        "if block.guest_of.is_none() {\n            block.last_use.add(own,",
-        "if block.guest_of.is_some() {\n            block.last_use.set(own, 0);\n        }\n        {\n            block.last_use.add(own,",
+        "if stream != own && !self.streams.is_over(stream) {",
+        "if stream != own && block.guest_of.is_none() && !self.streams.is_over(stream) {",
     ),
     Fault(
         "forget that a guest's home stream uses it too",
         "device.rs",
         "if block.guest_of.is_some() || self.pools[block.pool].stream != stream {",
         "if self.pools[block.pool].stream != stream {",
+    ),
+    Fault(
+        "move memory although that is off",
+        "backing/moving.rs",
+        "if self.config.moving != Move::On {",
+        "if self.config.moving == Move::Contiguous {",
+    ),
+    Fault(
+        "unite blocks of two handles where memory is contiguous",
+        "backing/contiguous.rs",
+        "let apart = self.capabilities.granularity_bytes;",
+        "let apart = 0;",
     ),
     Fault(
         "map new memory out of a late device's reach",

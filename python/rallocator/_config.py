@@ -25,12 +25,13 @@ TORCH_VARIABLE = "PYTORCH_ALLOC_CONF"
 _CALL = "enable()"
 _DEFAULT = "default"
 # The settings that torch does not have, and refuses in its variables.
-_OWN_KEYS = frozenset({"policy", "cross_stream_reuse", "peers", "history_limit"})
+_OWN_KEYS = frozenset({"policy", "cross_stream_reuse", "move", "peers", "history_limit"})
 # The policies under which a setting acts, if not under all.
 _ONLY_UNDER = {
     "garbage_collection_threshold": ("native",),
     "large_segment_size_mb": ("native", "expandable"),
     "cross_stream_reuse": ("rallocator",),
+    "move": ("rallocator",),
     "peers": ("expandable", "rallocator"),
 }
 # The first torch whose CUDA allocator reads PYTORCH_ALLOC_CONF.
@@ -91,6 +92,12 @@ class Config:
     themselves but not for those that only `record_stream` names, "all" for every stream. Streams that a program keeps
     apart on purpose, as those of two communicators, may deadlock if one waits for the other. Policy "rallocator" only.
     Default: "owned". Torch has no such setting."""
+
+    move: Literal["on", "off", "contiguous"] | None = None
+    """Whether physical memory may change its address: what another library registered, with a network card or a
+    communicator, is the physical memory. "off" leaves it where it is until it goes back to the driver; "contiguous"
+    also puts no block together from several pieces of physical memory. Both take more memory than "on". Policy
+    "rallocator" only. Default: "on". Torch has no such setting."""
 
     history_limit: int | None = None
     """How many of the latest events a snapshot holds; 0 records none. Default: 0. Torch has no such setting; its

@@ -94,6 +94,20 @@ named_choice! {
     }
 }
 
+named_choice! {
+    /// Whether physical memory may change its address. What another library registered, with a network card or a
+    /// communicator, is the physical memory.
+    Move {
+        /// Whole idle handles go to where memory is needed.
+        #[default]
+        On = "on",
+        /// Memory stays at its address until it goes back to the driver.
+        Off = "off",
+        /// As `Off`, and every block lies in one handle: nothing is put together from several.
+        Contiguous = "contiguous",
+    }
+}
+
 /// The settings of one allocator, validated.
 ///
 /// Sizes are in bytes. All that [`parse`](Self::parse) returns are whole MiB, and at most 2⁶⁰ bytes, so that a setting
@@ -124,6 +138,8 @@ pub struct Config {
     /// `cross_stream_reuse`: whether streams may wait for each other on the GPU for the sake of memory. Default: those
     /// that ask for memory. Acts under `policy:rallocator` only.
     pub cross_stream_reuse: CrossStreamReuse,
+    /// `move`: whether physical memory may change its address. Default: on. Acts under `policy:rallocator` only.
+    pub moving: Move,
     /// `history_limit`: how many of the latest events are kept for snapshots. Default: 0, which keeps none.
     pub history_limit: usize,
 }
@@ -140,6 +156,7 @@ impl Default for Config {
             per_process_memory_fraction: 1.0,
             peers: Peers::default(),
             cross_stream_reuse: CrossStreamReuse::default(),
+            moving: Move::default(),
             history_limit: 0,
         }
     }

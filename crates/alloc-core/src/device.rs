@@ -168,14 +168,25 @@ impl DeviceState {
 
     /// Gives a free block, which is in the index of the request's pool, to the request; what is left of it stays there.
     pub(crate) fn hand_out(&mut self, id: BlockId, request: &Request) -> DevicePtr {
+        self.hand_out_to(id, request, None)
+    }
+
+    /// As [`hand_out`](Self::hand_out), to a guest if one is named: a stream that is not the pool's.
+    pub(crate) fn hand_out_to(&mut self, id: BlockId, request: &Request, guest: Option<StreamIx>) -> DevicePtr {
         let class = self.pools[request.pool].class;
         let whole = self.blocks.entry(id);
         let before = self.inactive_split(id);
         let mut after = Pieces::default();
-        let mut size = whole.size;
+        let (mut id, mut size) = (id, whole.size);
         if self.is_worth_splitting(request, class, size - request.rounded) {
             size = request.rounded;
-            let rest = self.blocks.split(id, size);
+            let rest;
+            if self.cuts_end(whole, request, class) {
+                rest = id;
+                id = self.blocks.split(rest, whole.size - size);
+            } else {
+                rest = self.blocks.split(id, size);
+            }
             self.pools[request.pool].index.replace(whole, self.blocks.entry(rest));
             after = self.inactive_split(rest);
         } else {
@@ -184,13 +195,18 @@ impl DeviceState {
         self.stats.on_inactive_split(class, before, after);
 
         let block = &mut self.blocks[id];
+        let address = block.address;
         block.state = BlockState::Allocated;
         block.requested = request.requested;
         block.last_use.clear();
+        if let Some(stream) = guest {
+            block.guest_of = guest;
+            block.last_use.set(stream, 0);
+        }
         let weight = Weight { class, size, requested: request.requested };
         self.stats.on_allocated(weight, is_oversize(size, self.config.max_split_size));
         self.record_use(Action::Alloc, id, request.requested);
-        DevicePtr(whole.address)
+        DevicePtr(address)
     }
 
     fn is_worth_splitting(&self, request: &Request, class: SizeClass, rest: u64) -> bool {

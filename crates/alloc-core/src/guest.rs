@@ -57,18 +57,17 @@ impl DeviceState {
     pub(crate) fn commit_borrow(&mut self, id: BlockId, request: &Request) -> DevicePtr {
         let home = self.blocks[id].pool;
         let own = self.pools[request.pool].stream;
-        let is_guest = self.pools[home].stream != own;
+        let guest = (self.pools[home].stream != own).then_some(own);
         self.blocks[id].state = self.pools.idle_state(home);
-        self.blocks[id].guest_of = is_guest.then_some(own);
         // Not united with its neighbours first: the proof is about this block, and not about what was freed since.
         self.index(id);
-        let address = self.hand_out(id, &Request { pool: home, ..*request });
-        if is_guest {
-            self.blocks[id].last_use.add(own, 0);
-        }
-        if let Some(rest) = self.blocks[id].next.filter(|next| self.blocks[*next].state.is_idle()) {
-            self.unindex(rest);
-            self.coalesce_and_index(rest);
+        let address = self.hand_out_to(id, &Request { pool: home, ..*request }, guest);
+        let lent = self.blocks.at(address.0).expect("it was handed out just now");
+        for rest in [self.blocks[lent].previous, self.blocks[lent].next].into_iter().flatten() {
+            if self.blocks[rest].state.is_idle() {
+                self.unindex(rest);
+                self.coalesce_and_index(rest);
+            }
         }
         address
     }

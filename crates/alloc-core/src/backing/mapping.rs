@@ -52,6 +52,14 @@ impl Mappings {
         self.by_address.range(first..to).map(|(_, mapping)| *mapping).filter(move |mapping| from < mapping.end())
     }
 
+    /// Of the bytes between two addresses, all of which have memory, those in handles that reach beyond one of the two.
+    pub(crate) fn partial_bytes(&self, from: u64, to: u64) -> u64 {
+        let before = |address| self.by_address.range(..address).next_back().map(|(_, mapping)| *mapping);
+        let first_start = before(from).map_or(from, |mapping| mapping.end().max(from));
+        let last_end = before(to).map_or(to, |mapping| if mapping.end() > to { mapping.address } else { to });
+        if first_start <= last_end { (first_start - from) + (to - last_end) } else { to - from }
+    }
+
     /// Whether every address between the two has memory.
     pub(crate) fn covers(&self, from: u64, to: u64) -> bool {
         let first = self.by_address.range(..=from).next_back().map_or(from, |(address, _)| *address);
@@ -127,6 +135,16 @@ mod tests {
         assert!(!mappings.covers(5, 35) && !mappings.covers(30, 41));
         assert!(mappings.is_free(20, 30) && mappings.is_free(40, 90));
         assert!(!mappings.is_free(10, 30) && !mappings.is_free(25, 35));
+    }
+
+    #[test]
+    fn bytes_outside_of_whole_handles_are_partial() {
+        let mappings = mappings(&[(0, 20), (20, 10), (30, 20)]);
+        for (from, to, partial) in
+            [(0, 50, 0), (20, 30, 0), (5, 30, 15), (20, 45, 15), (15, 35, 10), (5, 10, 5), (25, 45, 20)]
+        {
+            assert_eq!(mappings.partial_bytes(from, to), partial, "{from} to {to}");
+        }
     }
 
     #[test]

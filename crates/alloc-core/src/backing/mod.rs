@@ -4,6 +4,7 @@
 //! set aside, with physical handles mapped where they are needed (torch's expandable segments). Which of the two a device
 //! uses is chosen once, when the device is first used.
 
+pub(crate) mod contiguous;
 pub(crate) mod expand;
 pub(crate) mod mapping;
 pub(crate) mod moving;

@@ -15,24 +15,31 @@ use std::{cmp::Reverse, collections::BTreeMap};
 use crate::{
     backing::mapping::Mapping,
     block::{BlockId, BlockState},
-    config::CrossStreamReuse,
+    config::{CrossStreamReuse, Move, Policy},
     device::{DeviceState, Request},
     event::{Mark, StreamIx},
     last_use::Epoch,
     plan::{Donor, Hole, Map, Plan, Source},
+    pool::FreeBlock,
     size::{MIB, SMALL_SEGMENT, SizeClass, round_up},
 };
 
-/// New large handles grow with what is reserved, so that one of which only a part is used is a thousandth of it …
-const HANDLES_PER_RESERVED: u64 = 1024;
+/// New large handles grow with what is reserved, so that one of which only a part is used is a small share of it …
+const HANDLES_PER_RESERVED: u64 = 768;
 /// … and with the gap to be filled, since each handle costs some 40 µs to map and unmap again.
 const HANDLES_PER_GAP: u64 = 16;
 /// Up to this many bytes: larger ones are idle as a whole less often.
-const HANDLE_MAX: u64 = 32 * MIB;
+const HANDLE_MAX: u64 = 40 * MIB;
 /// But a very large gap is filled with this many handles at most, whatever their size …
-const HANDLES_PER_LARGE_GAP: u64 = 64;
+const HANDLES_PER_LARGE_GAP: u64 = 80;
 /// … up to this one.
 const LARGE_HANDLE_MAX: u64 = 128 * MIB;
+/// The last handles of a gap halve down to the driver's granularity: a later request that is a little smaller then
+/// leaves little behind in a handle that is used in part, and there is small change to fill other gaps exactly.
+const HANDLES_PER_REST: u64 = 2;
+/// Larger requests are cut from a free block's start, whatever that breaks: many of about the same size follow each other,
+/// and would be spread over both ends.
+const CUT_FROM_END_MAX: u64 = 256 * MIB;
 /// Memory may grow without a second thought up to this many hundredths of what the program had in use at once.
 const GROWTH_PERCENT: u64 = 101;
 
@@ -87,6 +94,9 @@ impl DeviceState {
     /// Fills the gap that needs least with idle handles, and with new ones where `growth` allows. `None` if that is not
     /// enough.
     pub(crate) fn plan_move(&mut self, request: &Request, donors: Donors, growth: Growth) -> Option<Plan> {
+        if self.config.moving == Move::Contiguous {
+            return self.plan_single(request, growth);
+        }
         let filled = self.targets(request).map(|target| {
             let filling = self.fill(request, &target, self.donors(request, donors, &target));
             (target, filling)
@@ -100,7 +110,7 @@ impl DeviceState {
         Some(Plan::Map(self.claim(request, target, filling, waits)))
     }
 
-    fn may_grow(&self, new: u64, growth: Growth) -> bool {
+    pub(super) fn may_grow(&self, new: u64, growth: Growth) -> bool {
         let reserved = self.stats.reserved_bytes.all.current;
         match growth {
             _ if new == 0 => true,
@@ -164,14 +174,14 @@ impl DeviceState {
         fits.then(|| Target { pieces: vec![hole, next], missing, fills_end: true })
     }
 
-    fn whole_granules(&self, bytes: u64) -> u64 {
+    pub(super) fn whole_granules(&self, bytes: u64) -> u64 {
         round_up(bytes, self.capabilities.granularity_bytes)
     }
 
     /// Whole idle handles that may be moved for the request: large ones first, which take the fewest calls, and of those
     /// the ones in the smallest idle blocks, which serve few requests as they are.
     fn donors(&self, request: &Request, which: Donors, target: &Target) -> Vec<Donor> {
-        if self.is_tracked {
+        if self.is_tracked || self.config.moving != Move::On {
             return Vec::new();
         }
         // What a graph captures runs again later: order on the stream that captured it proves nothing.
@@ -237,7 +247,7 @@ impl DeviceState {
             }
             filling.new_bytes += missing;
             while missing > 0 {
-                let size = missing.min(new_size);
+                let size = missing.min(new_size).min(self.whole_granules(missing.div_ceil(HANDLES_PER_REST)));
                 sources.push(Source::New(size));
                 missing -= size;
             }
@@ -294,7 +304,7 @@ impl DeviceState {
     }
 
     /// Cuts the last `size` bytes off a hole; returns them as a hole of their own.
-    fn cut_hole(&mut self, id: BlockId, size: u64) -> BlockId {
+    pub(super) fn cut_hole(&mut self, id: BlockId, size: u64) -> BlockId {
         let rest = self.blocks[id].size - size;
         if rest == 0 {
             return id;
@@ -327,6 +337,18 @@ impl DeviceState {
             self.index(rest);
         }
         claimed
+    }
+
+    /// Whether a request is better cut from the end of a free block than from its start: what is left then has fewer
+    /// bytes in handles that are used in part, which cannot move.
+    pub(crate) fn cuts_end(&self, whole: FreeBlock, request: &Request, class: SizeClass) -> bool {
+        if self.rules != Policy::Rallocator || class == SizeClass::Small || request.rounded > CUT_FROM_END_MAX {
+            return false;
+        }
+        let mappings = self.spans[self.blocks[whole.id].span].mappings();
+        let (start, end) = (whole.address, whole.address + whole.size);
+        let after_end = mappings.partial_bytes(start, end - request.rounded);
+        after_end < mappings.partial_bytes(start + request.rounded, end)
     }
 
     /// The size of new handles for a gap of `missing` bytes.

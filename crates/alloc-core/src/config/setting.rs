@@ -3,7 +3,7 @@
 use super::error::ConfigError;
 use super::grammar::{self, Value};
 use super::roundup::{Roundup, whole_number};
-use super::{Config, CrossStreamReuse, Parsed, Peers, Policy};
+use super::{Config, CrossStreamReuse, Move, Parsed, Peers, Policy};
 use crate::size::MIB;
 
 const POLICY: &str = "policy";
@@ -15,12 +15,13 @@ const LARGE_SEGMENT_SIZE: &str = "large_segment_size_mb";
 const PER_PROCESS_MEMORY_FRACTION: &str = "per_process_memory_fraction";
 const PEERS: &str = "peers";
 const CROSS_STREAM_REUSE: &str = "cross_stream_reuse";
+const MOVE: &str = "move";
 const HISTORY_LIMIT: &str = "history_limit";
 const BACKEND: &str = "backend";
 const EXPANDABLE_SEGMENTS: &str = "expandable_segments";
 
 /// The keys that act, or that ask for what holds anyway.
-pub(super) const KEYS: [&str; 12] = [
+pub(super) const KEYS: [&str; 13] = [
     POLICY,
     MAX_SPLIT_SIZE,
     MAX_NON_SPLIT_ROUNDING,
@@ -30,6 +31,7 @@ pub(super) const KEYS: [&str; 12] = [
     PER_PROCESS_MEMORY_FRACTION,
     PEERS,
     CROSS_STREAM_REUSE,
+    MOVE,
     HISTORY_LIMIT,
     BACKEND,
     EXPANDABLE_SEGMENTS,
@@ -105,6 +107,7 @@ pub(super) fn describe(config: &Config) -> Vec<(&'static str, String)> {
         (PER_PROCESS_MEMORY_FRACTION, config.per_process_memory_fraction.to_string()),
         (PEERS, config.peers.to_string()),
         (CROSS_STREAM_REUSE, config.cross_stream_reuse.to_string()),
+        (MOVE, config.moving.to_string()),
         (HISTORY_LIMIT, config.history_limit.to_string()),
     ]
 }
@@ -138,6 +141,7 @@ impl Config {
                 self.cross_stream_reuse =
                     choice(CROSS_STREAM_REUSE, value, CrossStreamReuse::ALL, CrossStreamReuse::name)?;
             }
+            MOVE => self.moving = choice(MOVE, value, Move::ALL, Move::name)?,
             HISTORY_LIMIT => {
                 let limit = whole_number_in(value, 0, MAX_HISTORY_LIMIT).map(|limit| limit as usize);
                 let expected = format!("a number of events from 0 to {MAX_HISTORY_LIMIT}");

@@ -253,6 +253,7 @@ fn settings_describe_themselves_in_words() {
             ("per_process_memory_fraction", "1"),
             ("peers", "used"),
             ("cross_stream_reuse", "owned"),
+            ("move", "on"),
             ("history_limit", "0"),
         ]
     );
@@ -266,7 +267,11 @@ fn any_config() -> impl Strategy<Value = Config> {
     let large_segment_size_mib = 11..200_u64;
     (
         proptest::sample::select(Policy::ALL),
-        (proptest::sample::select(Peers::ALL), proptest::sample::select(CrossStreamReuse::ALL)),
+        (
+            proptest::sample::select(Peers::ALL),
+            proptest::sample::select(CrossStreamReuse::ALL),
+            proptest::sample::select(Move::ALL),
+        ),
         large_segment_size_mib,
         proptest::option::of(0..(1_u64 << 39)),
         proptest::option::of(0..(1_u64 << 39)),
@@ -275,7 +280,7 @@ fn any_config() -> impl Strategy<Value = Config> {
         table,
         0..100_000_000_usize,
     )
-        .prop_map(|(policy, peers, large, split, rounding, threshold, fraction, table, history_limit)| Config {
+        .prop_map(|(policy, sharing, large, split, rounding, threshold, fraction, table, history_limit)| Config {
             policy,
             max_split_size: split.map(|above| (large + above) * MIB),
             max_non_split_rounding: (large + rounding.unwrap_or(0)) * MIB,
@@ -283,8 +288,9 @@ fn any_config() -> impl Strategy<Value = Config> {
             roundup_power2_divisions: table,
             large_segment_size: large * MIB,
             per_process_memory_fraction: fraction,
-            peers: peers.0,
-            cross_stream_reuse: peers.1,
+            peers: sharing.0,
+            cross_stream_reuse: sharing.1,
+            moving: sharing.2,
             history_limit,
         })
 }

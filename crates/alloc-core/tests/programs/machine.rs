@@ -65,6 +65,8 @@ pub(crate) fn machine() -> impl Strategy<Value = Machine> {
         1 => Just(",per_process_memory_fraction:0.7"),
         1 => Just(",cross_stream_reuse:done"),
         1 => Just(",cross_stream_reuse:all"),
+        1 => Just(",move:off"),
+        1 => Just(",move:contiguous"),
     ];
     let capacity = prop_oneof![2 => Just(64), 3 => Just(96), 2 => Just(192)];
     let rarely_not = || proptest::bool::weighted(0.94);

@@ -143,3 +143,39 @@ fn old_mapping_that_could_not_be_removed_is_removed_later() {
         rig.finish();
     }
 }
+
+#[test]
+fn memory_stays_at_its_address_where_moving_is_off() {
+    for config in ["move:off", "move:contiguous"] {
+        let mut rig = Rig::new(config);
+        scattered_idle_blocks(&mut rig, 10, MAIN);
+        let block = rig.malloc(20 * MIB, MAIN);
+        rig.write(MAIN, block);
+        assert_eq!((rig.reserved(), rig.stats().handles_moved), (60 * MIB, 0), "{config}");
+        // It still goes back to the driver when there is no more.
+        let large = rig.malloc(210 * MIB, MAIN);
+        rig.write(MAIN, large);
+        assert_eq!((rig.reserved(), rig.stats().handles_moved), (250 * MIB, 0), "{config}");
+        rig.finish();
+    }
+}
+
+#[test]
+fn every_block_lies_in_one_handle_where_memory_is_contiguous() {
+    let mut rig = Rig::new("move:contiguous");
+    let mut held: Vec<DevicePtr> = Vec::new();
+    for round in 0..60_u64 {
+        let size = [100, 3 * MIB, MIB, 7 * MIB + 1, 600, 2 * MIB][(round % 6) as usize] + round;
+        held.push(rig.malloc(size, MAIN));
+        if round % 3 == 2 {
+            let address = held.swap_remove((round as usize * 7) % held.len());
+            rig.write(MAIN, address);
+            rig.free(address);
+        }
+        // A run of memory without a hole is one segment of the picture.
+        let handles = rig.gpu.call_count(Call::CreateHandle) - rig.gpu.call_count(Call::ReleaseHandle);
+        assert_eq!(rig.allocator.snapshot().len() as u64, handles);
+    }
+    assert!(rig.gpu.call_count(Call::CreateHandle) < 45, "handles serve again");
+    rig.finish();
+}
