@@ -21,7 +21,7 @@ import pytest
 import rallocator
 from rallocator._replay import ReplayResult, ReplayRow, Streams
 from rallocator._replay.history import histories
-from rallocator._replay.snapshot import read_snapshot
+from rallocator._replay.reader import read_recording
 from rallocator._replay.steps import Kind
 from rallocator.errors import ConfigError, SnapshotError
 from tests.histories import (
@@ -196,7 +196,7 @@ def least_without_a_wait(name: str, lag_ms: float) -> int:
     A graph runs again, so its pool gives nothing back while it lives, and gets from other pools only what the host
     knows to be over: not what was in use within the lag.
     """
-    (history,) = histories(read_snapshot(TRACES / f"{name}.pickle.xz"), Streams.KEEP)
+    (history,) = histories(read_recording(TRACES / f"{name}.pickle.xz"), Streams.KEEP)
     steps, lag_us = history.steps, lag_ms * 1000
     live: dict[int, tuple[tuple[int, int], int]] = {}
     in_use: dict[tuple[int, int], list[tuple[int, int]]] = collections.defaultdict(lambda: [(0, 0)])
@@ -221,7 +221,7 @@ def least_without_a_wait(name: str, lag_ms: float) -> int:
 
 def least_for_the_refused(name: str) -> int:
     """The bytes that the program held when it was refused a request, and that request."""
-    (history,) = histories(read_snapshot(TRACES / f"{name}.pickle.xz"), Streams.KEEP)
+    (history,) = histories(read_recording(TRACES / f"{name}.pickle.xz"), Streams.KEEP)
     steps = history.steps
     live: dict[int, int] = {}
     for kind, allocation, size in zip(steps.kinds, steps.allocations, steps.sizes, strict=True):
