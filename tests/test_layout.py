@@ -14,6 +14,7 @@ from rallocator._replay import POLICIES, ReplaySettings, replay_file
 from rallocator._replay.history import histories
 from rallocator._replay.layout import Piece
 from rallocator._replay.reader import read_recording
+from rallocator.testing import SimulatedGpu
 from tests.histories import (
     GIB,
     MIB,
@@ -165,3 +166,38 @@ def test_a_report_shows_what_there_was_in_the_beginning(tmp_path: Path) -> None:
         (first, *_) = memoryview(timeline["level_reserved"]).cast("Q")
         assert first == reserved
         assert (reserved > 7 * GIB) == (policy == "native")
+
+
+# Who recorded it.
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_our_own_recordings_are_judged_by_the_policy_that_they_name(policy: str, tmp_path: Path) -> None:
+    gpu = SimulatedGpu(capacity="8GiB", config=f"policy:{policy},history_limit:100")
+    kept = gpu.malloc(30 * MIB)
+    gpu.free(gpu.malloc(50 * MIB))
+    result = replay_file(write(tmp_path / "own", gpu.snapshot()), ReplaySettings.check(POLICIES))
+    assert result.subjects[0].history.recorded_policy == policy
+    row = result.row(policy)
+    assert row.replayable
+    assert row.peak_reserved == row.recorded_peak_reserved
+    gpu.free(kept)
+    gpu.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "policy"),
+    [
+        ({"expandable_segments": True}, "expandable"),
+        ({"expandable_segments": False}, "native"),
+        ({"expandable_segments": "yes", "rallocator": 5}, "native"),
+        ({"rallocator": {"policy": []}}, "native"),
+        ({"rallocator": {"policy": "new"}, "expandable_segments": True}, "expandable"),
+        ([], "native"),
+    ],
+)
+def test_settings_of_the_recording_tell_its_policy(settings: Any, policy: str, tmp_path: Path) -> None:
+    traces = [[event("alloc", 64), *free(64)]]
+    path = write(tmp_path / "h", {"segments": [], "device_traces": traces, "allocator_settings": settings})
+    (history,) = histories(read_recording(path))
+    assert history.recorded_policy == policy

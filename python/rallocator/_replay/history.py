@@ -100,7 +100,7 @@ def _history(recording: Recording, device: int, streams: Streams, *, recorded: b
         walk.events,
         Steps() if reason else steps,
         peak,
-        "expandable" if is_expandable else "native",
+        recording.policy or ("expandable" if is_expandable else "native"),
         _recorded_limit(trace, levels),
         memory_state(segments),
         () if reason else walk.layout(),

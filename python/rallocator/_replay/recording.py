@@ -89,6 +89,8 @@ class Recording:
     segments: tuple[Segment, ...]
     traces: dict[int, Trace]
     """By device; only devices that have events."""
+    policy: str | None = None
+    """The policy that the recorded allocator followed, if the file says it."""
 
     def devices(self) -> list[int]:
         """Return every device that the file tells something of, in order."""

@@ -38,7 +38,18 @@ def read_snapshot(chunks: Iterable[bytes], *, keep_frames: bool = False) -> Reco
         raise SnapshotError("not a memory snapshot: neither segments nor device_traces in it")
     segments = _segments(_list(top.get("segments", []), "segments"), keep_frames=keep_frames)
     traces = _traces(_list(top.get("device_traces", []), "device_traces"), keep_frames=keep_frames)
-    return Recording(segments, traces)
+    return Recording(segments, traces, _policy(top.get("allocator_settings")))
+
+
+def _policy(settings: object) -> str | None:
+    """Return the recorded allocator's policy. Torch's settings tell of expandable segments, and ours name it."""
+    if not isinstance(settings, dict):
+        return None
+    ours = settings.get("rallocator")
+    policy = ours.get("policy") if isinstance(ours, dict) else None
+    if policy in ("native", "expandable", "rallocator"):
+        return str(policy)
+    return "expandable" if settings.get("expandable_segments") is True else None
 
 
 def _segments(entries: Sequence[object], *, keep_frames: bool) -> tuple[Segment, ...]:
