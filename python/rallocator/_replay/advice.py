@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import array
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rallocator import _core
+from rallocator._replay.row import ReplayRow
 from rallocator._replay.runner import Subject
 from rallocator._replay.steps import Kind
 from rallocator._sizes import format_size
@@ -92,22 +93,31 @@ class Advice:
         return [f"{self.cause}: {self.text}", *shown]
 
 
-def advise(subject: Subject) -> tuple[Advice, ...]:
-    """Return what is to be said about a history; nothing for one that cannot be replayed."""
+def advise(subject: Subject, rows: Sequence[ReplayRow] = ()) -> tuple[Advice, ...]:
+    """Return what is to be said about a history; nothing for one that cannot be replayed.
+
+    Arguments:
+        subject: the history.
+        rows: what its replays gave so far, so that none is made twice.
+    """
     if subject.steps is None:
         return ()
-    return tuple(_Examination(subject, subject.steps).findings())
+    return tuple(_Examination(subject, subject.steps, rows).findings())
 
 
 class _Examination:
     """One history under examination. Replays are made once each."""
 
-    def __init__(self, subject: Subject, steps: _core.ReplaySteps) -> None:
+    def __init__(self, subject: Subject, steps: _core.ReplaySteps, rows: Sequence[ReplayRow]) -> None:
         self._subject = subject
         self._steps = steps
         self._policy = subject.history.recorded_policy
         self._replays: dict[tuple[str, str, int | None], dict[str, Any]] = {}
-        self._changed = {"": steps, "all": steps.changed(merge_streams=True, merge_pools=True, free_at_once=True)}
+        for row in rows:
+            # The recorded policy's row may have begun with memory that the replays here begin without.
+            if row.policy != self._policy or not subject.history.layout:
+                self._replays[row.policy, "", subject.settings.budget_bytes] = row.to_json()
+        self._changed = {"": steps}
         columns = subject.history.steps
         if Kind.FREE_USED_ELSEWHERE in columns.kinds:
             self._changed["frees"] = steps.changed(free_at_once=True)
@@ -115,6 +125,8 @@ class _Examination:
             self._changed["pools"] = steps.changed(merge_pools=True)
         if len(set(_shared_streams(columns.kinds, columns.streams, columns.pools))) > 1:
             self._changed["streams"] = steps.changed(merge_streams=True)
+        if len(self._changed) > 1:
+            self._changed["all"] = steps.changed(merge_streams=True, merge_pools=True, free_at_once=True)
         limit = subject.settings.budget_bytes or subject.history.recorded_limit
         self._limit = limit if limit is not None and self._fails(self._policy, "", limit) else None
 
@@ -250,6 +262,9 @@ class _Examination:
         return bool(self._replay(policy, kind, limit)["ooms"] > 0)
 
     def _replay(self, policy: str, kind: str = "", limit: int | None = None) -> dict[str, Any]:
+        if kind == "all" and kind not in self._changed:
+            # There is nothing to be taken away.
+            kind = ""
         key = (policy, kind, limit)
         if key not in self._replays:
             # All begin alike, without what was cached before the recording: else only some of them could.

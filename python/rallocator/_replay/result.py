@@ -54,8 +54,11 @@ class ReplayResult:
         Worked out when it is first asked for.
         """
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-            found = list(pool.map(advise, self.subjects))
+            found = list(pool.map(self._advise, self.subjects))
         return {subject.history.device: advice for subject, advice in zip(self.subjects, found, strict=True)}
+
+    def _advise(self, subject: Subject) -> tuple[Advice, ...]:
+        return advise(subject, [row for row in self.rows if row.device == subject.history.device])
 
     def without_steps(self) -> ReplayResult:
         """Return the same without what was replayed, of which many results may have much; the advice is worked out."""
