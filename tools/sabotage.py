@@ -248,6 +248,48 @@ FAULTS = (
         "device.fast()?.access.push(newcomer);",
         "",
     ),
+    Fault(
+        "restore a pool over memory that another stream still uses",
+        "checkpoint.rs",
+        "block.last_use.iter().all(|(stream, _)| self.streams.is_over(stream))",
+        "true",
+    ),
+    Fault(
+        "serve one stream from what a pool offers to another",
+        "pool_set.rs",
+        "self[*pool].stream == stream && self[*pool].class == class).collect()",
+        "self[*pool].class == class).collect()",
+    ),
+    Fault(
+        "cut a block that is to be handed out whole",
+        "device.rs",
+        "if !self.pools[request.pool].may_split {",
+        "if false {",
+    ),
+    Fault(
+        "give back what others have cached along with a pool's memory",
+        "release.rs",
+        "self.pool_id(*pool) == id && self.pools.is_releasable(*pool);",
+        "self.pools.is_releasable(*pool);",
+    ),
+    Fault(
+        "move memory that a tracker knows of",
+        "backing/moving.rs",
+        "if self.is_tracked {",
+        "if false {",
+    ),
+    Fault(
+        "forget to tell a tracker of what was not given back",
+        "allocator/tracking.rs",
+        "let kept = released.segments.iter().filter(|(_, is_freed)| !is_freed);",
+        "let kept = released.segments.iter().filter(|_| false);",
+    ),
+    Fault(
+        "leave an import that failed where it is",
+        "allocator/sharing.rs",
+        "let undone = if mapped > 0 { self.driver.unmap(device, base, mapped) } else { Ok(()) };",
+        "let undone: Result<(), DriverError> = Err(error);",
+    ),
 )
 
 
