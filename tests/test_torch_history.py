@@ -99,6 +99,7 @@ for arguments in ({"enabled": "some"}, {"context": "some"}, {"stacks": "some"}):
     assert len(printed[8:]) == 3, "each wrong argument is an error of torch's"
 
 
+@only_pluggable
 def test_what_is_not_recorded_is_said_once_and_the_rest_is_recorded() -> None:
     printed = play(
         RECORD
