@@ -233,8 +233,8 @@ FAULTS = (
     Fault(
         "move memory although that is off",
         "backing/moving.rs",
-        "if self.config.moving != Move::On {",
-        "if self.config.moving == Move::Contiguous {",
+        "if self.is_tracked || self.config.moving != Move::On {",
+        "if self.is_tracked || self.config.moving == Move::Contiguous {",
     ),
     Fault(
         "unite blocks of two handles where memory is contiguous",
@@ -275,8 +275,8 @@ FAULTS = (
     Fault(
         "move memory that a tracker knows of",
         "backing/moving.rs",
-        "if self.is_tracked {",
-        "if false {",
+        "if self.is_tracked || self.config.moving != Move::On {",
+        "if self.config.moving != Move::On {",
     ),
     Fault(
         "forget to tell a tracker of what was not given back",
