@@ -286,11 +286,9 @@ fn what_an_exported_handle_is_imported_as_is_the_same_memory(rig: &dyn Rig) -> V
     // The descriptor stays open: closing one is no call of the driver's.
     let descriptor = rig.driver().export_handle(DEVICE, first.handles[0])?;
     let second = map_imported(rig, descriptor, first.granule)?;
-    let stream = rig.make_stream(DEVICE);
-    rig.write(stream, first.base, first.granule, 0x5eed);
+    first.fill(rig, 0x5eed)?;
     let word = rig.read(DEVICE, second.base);
     ensure!(word == 0x5eed, "{word:#x} at the second address");
-    rig.destroy_stream(stream);
     second.give_up(rig)?;
     first.give_up(rig)
 }
@@ -299,12 +297,9 @@ fn memory_of_an_imported_handle_outlives_the_first(rig: &dyn Rig) -> Verdict {
     let first = Mapped::new(rig, 1)?;
     let descriptor = rig.driver().export_handle(DEVICE, first.handles[0])?;
     let second = map_imported(rig, descriptor, first.granule)?;
-    let stream = rig.make_stream(DEVICE);
-    rig.write(stream, first.base, first.granule, 0x0bad);
-    rig.read(DEVICE, first.base);
+    first.fill(rig, 0x0bad)?;
     first.give_up(rig)?;
     let word = rig.read(DEVICE, second.base);
     ensure!(word == 0x0bad, "{word:#x} when the first was given up");
-    rig.destroy_stream(stream);
     second.give_up(rig)
 }
