@@ -337,6 +337,7 @@ def test_torch_newer_than_tested_gets_one_warning_and_the_other_route() -> None:
     assert printed == "1 pluggable True"
 
 
+@pytest.mark.timeout(300)  # Each process imports torch, and some compile.
 @pytest.mark.torch
 def test_eight_processes_that_start_at_once_make_and_take_it_without_harm(tmp_path: Path, headers: Path) -> None:
     # The compiler writes in two steps, so that a file that is not whole would be seen.
@@ -357,6 +358,7 @@ def test_eight_processes_that_start_at_once_make_and_take_it_without_harm(tmp_pa
     assert len(list((tmp_path / "cache/rallocator").iterdir())) == 1
 
 
+@pytest.mark.timeout(300)  # Each process imports torch, and some compile.
 @pytest.mark.torch
 def test_command_makes_a_bridge_and_says_where_it_is(tmp_path: Path) -> None:
     environment = {"XDG_CACHE_HOME": str(tmp_path)} | cuda_home()
