@@ -182,7 +182,7 @@ def run_two_ranks(run_python: RunPython, folder: Path, program: str) -> list[dic
 @pytest.mark.drives_processes
 def test_torchrun_trains_on_both_gpus_with_no_line_of_the_script_changed(run_python: RunPython, tmp_path: Path) -> None:
     answers = run_two_ranks(run_python, tmp_path, TRAIN)
-    assert [answer["attached"] for answer in answers] == ["pluggable", "pluggable"]
+    assert all(answer["attached"] for answer in answers)
     assert answers[0]["weights"] == answers[1]["weights"]
     assert answers[0]["weights"][0] == answers[0]["weights"][1]
 
