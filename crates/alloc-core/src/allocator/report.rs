@@ -111,7 +111,7 @@ impl<D: Driver> Allocator<D> {
     }
 
     /// The bytes of the block at an allocated address: what was asked for, rounded up.
-    pub(crate) fn block_size(&self, address: DevicePtr) -> Option<u64> {
+    pub fn block_size(&self, address: DevicePtr) -> Option<u64> {
         let size_of = |state: &mut DeviceState| state.blocks.at(address.0).map(|block| state.blocks[block].size);
         self.devices_in_use().into_iter().find_map(|id| self.read(id, size_of).flatten())
     }
