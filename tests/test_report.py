@@ -7,6 +7,7 @@ import json
 import random
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -226,6 +227,13 @@ class Opened:
         assert complaints == []
         assert len(requests) == 1, "the page itself and nothing else"
 
+    def wait_until(self, expression: str, arg: object = None) -> None:
+        """Wait until it is true. The browser's own way to wait is forbidden by the page's policy: it evaluates text."""
+        deadline = time.monotonic() + 20
+        while not self.page.evaluate(expression, arg):
+            assert time.monotonic() < deadline, expression
+            self.page.wait_for_timeout(20)
+
     def move_to(self, step: int, policy: str) -> dict[str, Any]:
         """Move the slider and return the rectangles that are then drawn."""
         self.page.select_option("select.policy", label=policy)
@@ -340,7 +348,7 @@ def test_the_slider_is_moved_by_the_keyboard(browser: Any, streams: tuple[Replay
             opened.page.keyboard.press(key)
             assert int(slider.input_value()) == start + moved
         opened.page.keyboard.press("Home")
-        opened.page.wait_for_function("rallocatorReport.sections[0].rectangles().blocks.length < 5")
+        opened.wait_until("rallocatorReport.sections[0].rectangles().blocks.length < 5")
         assert "After step 0 of 3,027" in opened.page.locator(".readout").inner_text()
         assert "After step 0 of 3,027" in (slider.get_attribute("aria-valuetext") or "")
         opened.page.keyboard.press("End")
@@ -353,9 +361,7 @@ def test_zooming_changes_what_the_timeline_shows(browser: Any, streams: tuple[Re
     with Opened(browser, path) as opened:
         picture = opened.page.evaluate("document.querySelector('.timeline').toDataURL()")
         opened.page.get_by_role("button", name="Zoom in").click()
-        opened.page.wait_for_function(
-            "(before) => document.querySelector('.timeline').toDataURL() !== before", arg=picture
-        )
+        opened.wait_until("(before) => document.querySelector('.timeline').toDataURL() !== before", arg=picture)
         start, end = opened.page.evaluate(window)
         assert 1500 <= end - start <= 1530
         opened.page.get_by_role("button", name="Later").click()
