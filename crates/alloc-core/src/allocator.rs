@@ -203,10 +203,12 @@ impl<D: Driver> Allocator<D> {
             if !news.is_empty() {
                 drop(slow.take());
                 self.tell(&news);
-                slow = Some(device.slow()?);
             }
             if let Some(address) = served {
                 return Ok(address);
+            }
+            if slow.is_none() {
+                slow = Some(device.slow()?);
             }
         }
     }

@@ -161,8 +161,8 @@ impl Backend {
     }
 
     /// See [`Allocator::share`].
-    pub(crate) fn share(&self, address: DevicePtr) -> Result<Option<Shared>, AllocError> {
-        on_allocator!(self, allocator => allocator.share(address))
+    pub(crate) fn share(&self, address: DevicePtr, abandon: impl FnMut(i32)) -> Result<Option<Shared>, AllocError> {
+        on_allocator!(self, allocator => allocator.share(address, abandon))
     }
 
     /// See [`Allocator::import`].
@@ -171,7 +171,7 @@ impl Backend {
     }
 
     /// See [`Allocator::close_import`].
-    pub(crate) fn close_import(&self, imported: &Imported) -> Result<(), AllocError> {
+    pub(crate) fn close_import(&self, imported: &Imported) -> Result<bool, AllocError> {
         on_allocator!(self, allocator => allocator.close_import(imported))
     }
 

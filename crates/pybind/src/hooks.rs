@@ -16,6 +16,7 @@ use alloc_core::error::AllocError;
 use alloc_core::id::{DeviceId, DevicePtr, PoolId, StreamHandle};
 use alloc_core::stats::{Family, Stats};
 
+use crate::backend::Backend;
 use crate::failure::Failure;
 use crate::recording::Call;
 use crate::{observers, probe, process, recording, sharing};
@@ -71,20 +72,22 @@ pub(crate) fn malloc(size: usize, device: i32, stream: StreamHandle) -> Result<O
 pub(crate) fn free(pointer: Option<DevicePtr>, device: i32) -> bool {
     let Some(pointer) = pointer else { return false };
     let hint = DeviceId(u32::try_from(device).unwrap_or(0));
-    sharing::on_free(pointer);
     let _caller = process::for_notice().and_then(|_| recording::caller(Call::Free));
     // Where nothing may be done any more, all that was inherited or is left counts as taken.
     let mut is_taken = true;
-    notice(|backend| match backend.free(pointer, hint) {
-        FreeOutcome::Freed | FreeOutcome::Null => {}
-        FreeOutcome::Leaked => count(&LEAKED_FREES),
-        FreeOutcome::NotOurs => {
-            is_taken = false;
-            count(&FOREIGN_POINTERS);
-        }
-        FreeOutcome::Repeated => {
-            is_taken = false;
-            count(&REPEATED_FREES);
+    notice(|backend| {
+        sharing::on_free(pointer);
+        match backend.free(pointer, hint) {
+            FreeOutcome::Freed | FreeOutcome::Null => {}
+            FreeOutcome::Leaked => count(&LEAKED_FREES),
+            FreeOutcome::NotOurs => {
+                is_taken = false;
+                count(&FOREIGN_POINTERS);
+            }
+            FreeOutcome::Repeated => {
+                is_taken = false;
+                count(&REPEATED_FREES);
+            }
         }
     });
     is_taken
@@ -145,11 +148,7 @@ pub(crate) fn set_memory_fraction(device: i32, fraction: f64) -> Result<(), Fail
 
 /// The fraction of its memory that `device` is limited to; 1 where no limit was set or can be asked for.
 pub(crate) fn memory_fraction(device: i32) -> f64 {
-    let mut fraction = 1.0;
-    if let Ok(device) = device_id(device) {
-        notice(|backend| fraction = backend.memory_fraction(device));
-    }
-    fraction
+    ask(device, |backend, device| Some(backend.memory_fraction(device))).unwrap_or(1.0)
 }
 
 /// The segment that holds the memory at an allocated address, as base and size in bytes; `None` for any other.
@@ -161,20 +160,12 @@ pub(crate) fn base_allocation(pointer: DevicePtr) -> Option<(DevicePtr, u64)> {
 
 /// The bytes that are allocated and reserved on `device`.
 pub(crate) fn allocated_and_reserved(device: i32) -> (u64, u64) {
-    let mut bytes = (0, 0);
-    if let Ok(device) = device_id(device) {
-        notice(|backend| bytes = backend.allocated_and_reserved(device));
-    }
-    bytes
+    ask(device, Backend::allocated_and_reserved)
 }
 
 /// The bytes of the largest block that a request on `device` could get without giving anything back.
 pub(crate) fn largest_available(device: i32) -> u64 {
-    let mut bytes = 0;
-    if let Ok(device) = device_id(device) {
-        notice(|backend| bytes = backend.largest_available(device));
-    }
-    bytes
+    ask(device, Backend::largest_available)
 }
 
 /// From now on requests on streams that `filter` accepts are met from `pool`. Each begin needs its own release.
@@ -193,9 +184,7 @@ pub(crate) fn end_pool(device: i32, pool: PoolId) {
     if probe::notes(format_args!("end_pool {device} {} {}", pool.0, pool.1)) {
         return;
     }
-    if let Ok(device) = device_id(device) {
-        notice(|backend| backend.end_pool(device, pool));
-    }
+    ask(device, |backend, device| backend.end_pool(device, pool));
 }
 
 /// One user of the pool is gone. With the last one its memory can be used for other things.
@@ -203,9 +192,7 @@ pub(crate) fn release_pool(device: i32, pool: PoolId) {
     if probe::notes(format_args!("release_pool {device} {} {}", pool.0, pool.1)) {
         return;
     }
-    if let Ok(device) = device_id(device) {
-        notice(|backend| backend.release_pool(device, pool));
-    }
+    ask(device, |backend, device| backend.release_pool(device, pool));
 }
 
 /// `stream` is about to be destroyed: its handle may come back for another one.
@@ -233,43 +220,27 @@ pub(crate) fn unpin(pointer: DevicePtr) -> bool {
 
 /// All counters of `device`; all zero where there are none.
 pub(crate) fn counted(device: i32) -> Stats {
-    let mut stats = Stats::default();
-    if let Ok(device) = device_id(device) {
-        notice(|backend| stats = backend.counted(device));
-    }
-    stats
+    ask(device, Backend::counted)
 }
 
 /// All statistics of `device`, as torch names them; empty where there are none.
 pub(crate) fn stats(device: i32) -> Vec<(String, i64)> {
-    let mut entries = Vec::new();
-    if let Ok(device) = device_id(device) {
-        notice(|backend| entries = backend.stats(device));
-    }
-    entries
+    ask(device, Backend::stats)
 }
 
 /// What each private pool of `device` has reserved.
 pub(crate) fn private_reserved(device: i32) -> Vec<(PoolId, Family)> {
-    let mut pools = Vec::new();
-    if let Ok(device) = device_id(device) {
-        notice(|backend| pools = backend.private_reserved(device));
-    }
-    pools
+    ask(device, Backend::private_reserved)
 }
 
 /// Sets each peak of `device` to the present value.
 pub(crate) fn reset_peak_stats(device: i32) {
-    if let Ok(device) = device_id(device) {
-        notice(|backend| backend.reset_peak_stats(device));
-    }
+    ask(device, Backend::reset_peak_stats);
 }
 
 /// Sets the totals of `device` since the start to zero.
 pub(crate) fn reset_accumulated_stats(device: i32) {
-    if let Ok(device) = device_id(device) {
-        notice(|backend| backend.reset_accumulated_stats(device));
-    }
+    ask(device, Backend::reset_accumulated_stats);
 }
 
 pub(crate) fn device_id(device: i32) -> Result<DeviceId, Failure> {
@@ -286,8 +257,18 @@ pub(crate) fn guarded<T>(call: impl FnOnce() -> Result<T, Failure>) -> Result<T,
     })
 }
 
+/// What is answered about `device` by a call that must not fail; the default where there is no such device, or no
+/// allocator that may be used.
+pub(crate) fn ask<T: Default>(device: i32, question: impl FnOnce(&'static Backend, DeviceId) -> T) -> T {
+    let mut answer = T::default();
+    if let Ok(device) = device_id(device) {
+        notice(|backend| answer = question(backend, device));
+    }
+    answer
+}
+
 /// Runs a call that must not fail, if there is an allocator that may be used; a panic is counted.
-pub(crate) fn notice(call: impl FnOnce(&'static crate::backend::Backend)) {
+pub(crate) fn notice(call: impl FnOnce(&'static Backend)) {
     if let Some(backend) = process::for_notice()
         && catch_unwind(AssertUnwindSafe(|| call(backend))).is_err()
     {

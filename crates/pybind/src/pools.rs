@@ -4,7 +4,7 @@ use alloc_core::checkpoint::{Checkpoint, Restored};
 use alloc_core::id::PoolId;
 
 use crate::failure::Failure;
-use crate::hooks::{device_id, guarded, notice};
+use crate::hooks::{ask, device_id, guarded};
 use crate::process;
 
 /// Makes a private pool, or gives it one more user, without sending requests there.
@@ -17,29 +17,17 @@ pub(crate) fn create(device: i32, pool: PoolId) -> Result<(), Failure> {
 
 /// How many users the pool has; 0 for no such pool.
 pub(crate) fn users(device: i32, pool: PoolId) -> u32 {
-    let mut users = 0;
-    if let Ok(device) = device_id(device) {
-        notice(|backend| users = backend.pool_users(device, pool));
-    }
-    users
+    ask(device, |backend, device| backend.pool_users(device, pool))
 }
 
 /// Whether the pool's idle memory serves requests that would fail otherwise; false for no such pool.
 pub(crate) fn serve_when_out_of_memory(device: i32, pool: PoolId, serves: bool) -> bool {
-    let mut is_there = false;
-    if let Ok(device) = device_id(device) {
-        notice(|backend| is_there = backend.serve_when_out_of_memory(device, pool, serves));
-    }
-    is_there
+    ask(device, |backend, device| backend.serve_when_out_of_memory(device, pool, serves))
 }
 
 /// Has the pool's blocks handed out whole; false for no such pool.
 pub(crate) fn forbid_splits(device: i32, pool: PoolId) -> bool {
-    let mut is_there = false;
-    if let Ok(device) = device_id(device) {
-        notice(|backend| is_there = backend.forbid_splits(device, pool));
-    }
-    is_there
+    ask(device, |backend, device| backend.forbid_splits(device, pool))
 }
 
 /// Gives what a released pool holds back to the driver.
@@ -54,11 +42,7 @@ pub(crate) fn empty(pool: PoolId) -> Result<(), Failure> {
 
 /// What the pool holds now; `None` for no such pool.
 pub(crate) fn checkpoint(device: i32, pool: PoolId) -> Option<Checkpoint> {
-    let mut checkpoint = None;
-    if let Ok(device) = device_id(device) {
-        notice(|backend| checkpoint = backend.checkpoint_pool(device, pool));
-    }
-    checkpoint
+    ask(device, |backend, device| backend.checkpoint_pool(device, pool))
 }
 
 /// Has the pool hold what it held at the checkpoint.

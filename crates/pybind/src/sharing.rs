@@ -24,7 +24,7 @@ use alloc_core::id::DevicePtr;
 use crate::backend::Backend;
 use crate::failure::Failure;
 use crate::ffi::descriptors;
-use crate::hooks::{device_id, guarded};
+use crate::hooks::{device_id, guarded, notice};
 use crate::process;
 
 /// How long one process waits for another's answer.
@@ -50,11 +50,23 @@ struct Server {
 static WAITING: Mutex<Option<Waiting>> = Mutex::new(None);
 /// How much waits, so that a free without any need not take the lock.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
-/// What was imported, by its address.
-static IMPORTED: Mutex<Option<HashMap<u64, Imported>>> = Mutex::new(None);
+/// What other processes sent.
+#[derive(Default)]
+struct Imports {
+    /// By its address.
+    open: HashMap<u64, Imported>,
+    /// Given up, but a capture has kept it from being closed.
+    unwanted: Vec<Imported>,
+}
+
+static IMPORTS: Mutex<Option<Imports>> = Mutex::new(None);
 
 fn waiting() -> MutexGuard<'static, Option<Waiting>> {
     WAITING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn with_imports<T>(change: impl FnOnce(&mut Imports) -> T) -> T {
+    change(IMPORTS.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default())
 }
 
 /// The text that names the allocation at an address to another process, and how far into the named memory it begins.
@@ -63,7 +75,9 @@ pub(crate) fn share(address: DevicePtr) -> Result<(String, u64), Failure> {
     if matches!(backend, Backend::Simulated(_)) {
         return Err(Failure::Sharing("a simulated GPU is in one process".to_owned()));
     }
-    let Shared { offset, name } = guarded(|| Ok(backend.share(address)?))?.ok_or(Failure::NotAllocated(address))?;
+    let abandon = |descriptor| drop(descriptors::take([descriptor]));
+    let shared = guarded(|| Ok(backend.share(address, abandon)?))?;
+    let Shared { offset, name } = shared.ok_or(Failure::NotAllocated(address))?;
     let text = match name {
         SharedName::Segment(Ticket(bytes)) => format!("{MARK} segment {}", to_hex(&bytes)),
         SharedName::Handles(pieces) => {
@@ -151,23 +165,24 @@ pub(crate) fn open(text: &str, device: i32) -> Result<DevicePtr, Failure> {
     let mut fetched = Vec::new();
     let name = name_of(text, &mut fetched)?;
     let imported = guarded(|| Ok(backend.import(device, &name)?))?;
-    let mut guard = IMPORTED.lock().unwrap_or_else(PoisonError::into_inner);
-    guard.get_or_insert_default().insert(imported.base.0, imported);
+    with_imports(|imports| imports.open.insert(imported.base.0, imported));
     Ok(imported.base)
 }
 
 /// Gives up what [`open`] returned.
 pub(crate) fn close(base: DevicePtr) {
-    let imported = {
-        let mut guard = IMPORTED.lock().unwrap_or_else(PoisonError::into_inner);
-        guard.as_mut().and_then(|imported| imported.remove(&base.0))
-    };
-    if let Some(imported) = imported {
-        crate::hooks::notice(|backend| {
-            // What cannot be given up stays, which harms nobody: its owner may free it all the same.
-            let _ = backend.close_import(&imported);
+    notice(|backend| {
+        let unwanted = with_imports(|imports| {
+            imports.unwanted.extend(imports.open.remove(&base.0));
+            std::mem::take(&mut imports.unwanted)
         });
-    }
+        for imported in unwanted {
+            // What the driver refuses to give up stays, which harms nobody: its owner may free it all the same.
+            if let Ok(false) = backend.close_import(&imported) {
+                with_imports(|imports| imports.unwanted.push(imported));
+            }
+        }
+    });
 }
 
 fn name_of(text: &str, fetched: &mut Vec<OwnedFd>) -> Result<SharedName, Failure> {

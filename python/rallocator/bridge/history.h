@@ -166,8 +166,11 @@ class History : public Pools {
         (*static_cast<AllocatorTraceTracker*>(tracker))(entry);
       } catch (const std::exception& error) {
         TORCH_WARN("a tracker of memory failed: ", error.what());
+      } catch (...) {
+        TORCH_WARN("a tracker of memory failed");
       }
     };
+    // It is told as long as the process lives, also by devices that work where one has failed.
     check(api->add_tracker(told, new AllocatorTraceTracker(std::move(tracker))));
   }
 

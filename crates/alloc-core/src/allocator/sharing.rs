@@ -12,6 +12,7 @@ use crate::{
     driver::{CaptureMode, Driver, DriverError, Ticket},
     error::AllocError,
     id::{DeviceId, DevicePtr, PhysicalHandle},
+    plan::{Outcome, Plan, Synchronize},
 };
 
 /// What names an allocation to another process.
@@ -51,31 +52,43 @@ pub struct Imported {
 impl<D: Driver> Allocator<D> {
     /// Names the allocation at `address` to other processes; `None` if nothing is allocated there.
     ///
-    /// The program has to hold the allocation for as long as another process uses it.
+    /// The program has to hold the allocation for as long as another process uses it. `abandon` closes a descriptor that
+    /// was made in vain.
     ///
     /// # Errors
     ///
     /// [`AllocError::Driver`] if the driver cannot name it: some containers and devices do not let memory be exported.
-    pub fn share(&self, address: DevicePtr) -> Result<Option<Shared>, AllocError> {
+    pub fn share(&self, address: DevicePtr, abandon: impl FnMut(i32)) -> Result<Option<Shared>, AllocError> {
         for device in self.devices.starting_with(DeviceId(0)) {
             let Some(backing) = device.fast()?.backing_of(address) else { continue };
-            let (base, name) = self.relaxed(|| self.name(device, backing))?;
+            let (base, name) = self.relaxed(|| self.name(device, backing, abandon))?;
             return Ok(Some(Shared { offset: address.0 - base, name }));
         }
         Ok(None)
     }
 
-    fn name(&self, device: &Device, backing: Backing) -> Result<(u64, SharedName), DriverError> {
+    fn name(
+        &self,
+        device: &Device,
+        backing: Backing,
+        abandon: impl FnMut(i32),
+    ) -> Result<(u64, SharedName), DriverError> {
         match backing {
             Backing::Segment { base } => {
                 let ticket = self.driver.ticket(device.id, DevicePtr(base))?;
                 Ok((base, SharedName::Segment(ticket)))
             }
             Backing::Handles { base, handles } => {
-                let export = |(handle, size): (PhysicalHandle, u64)| {
-                    self.driver.export_handle(device.id, handle).map(|descriptor| (descriptor, size))
-                };
-                let named = handles.into_iter().map(export).collect::<Result<Vec<_>, _>>()?;
+                let mut named = Vec::new();
+                for (handle, size) in handles {
+                    match self.driver.export_handle(device.id, handle) {
+                        Ok(descriptor) => named.push((descriptor, size)),
+                        Err(error) => {
+                            named.into_iter().map(|(descriptor, _)| descriptor).for_each(abandon);
+                            return Err(error);
+                        }
+                    }
+                }
                 Ok((base, SharedName::Handles(named)))
             }
         }
@@ -130,23 +143,31 @@ impl<D: Driver> Allocator<D> {
         self.driver.set_access(device, base, *mapped, &[device])
     }
 
-    /// Gives up what [`import`](Self::import) returned. Waits for all work queued on the device that uses it.
+    /// Gives up what [`import`](Self::import) returned, after a wait for all work queued on the device that uses it.
+    ///
+    /// Returns false, and leaves the memory where it is, while a stream of the device may be capturing: that wait would
+    /// spoil the capture. Ask again later.
     ///
     /// # Errors
     ///
-    /// [`AllocError::Driver`] if the driver refuses, for instance since a stream of the device is capturing; then the
-    /// memory stays where it is, for good.
-    pub fn close_import(&self, imported: &Imported) -> Result<(), AllocError> {
+    /// [`AllocError::Driver`] if the driver refuses; then the memory stays where it is, for good.
+    pub fn close_import(&self, imported: &Imported) -> Result<bool, AllocError> {
         let Imported { device, base, mapped } = *imported;
-        let closed = self.relaxed(|| match mapped {
+        let wait = Synchronize { devices: vec![device], streams: Vec::new(), epochs: Vec::new(), releases: 0 };
+        let Outcome::Synchronized(_, is_idle) = self.carry_out(Plan::Synchronize(wait)) else {
+            unreachable!("the outcome of a plan is of its kind")
+        };
+        if !is_idle? {
+            return Ok(false);
+        }
+        self.relaxed(|| match mapped {
             None => self.driver.close_ticket(device, base),
             Some(size) => {
-                self.driver.synchronize_device(device)?;
                 self.driver.unmap(device, base, size)?;
                 self.driver.free_range(device, base, size)
             }
-        });
-        Ok(closed?)
+        })?;
+        Ok(true)
     }
 
     /// Makes driver calls that no capture of another stream may be spoiled by.
