@@ -256,6 +256,9 @@ def read_chrome_trace(read: Callable[[], bytes]) -> list[tuple[int, int, int, in
         ValueError: the document is no JSON, no trace, or one of its memory events is damaged.
     """
 
+def native_segment_size(size: int) -> int:
+    """The bytes of the segment that torch's default rules obtain for a request of `size` bytes."""
+
 @final
 class ReplaySteps:
     """The steps of a recorded program, packed once and replayed many times. Other Python threads run meanwhile.

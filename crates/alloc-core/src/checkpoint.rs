@@ -9,11 +9,10 @@
 use crate::{
     block::{Block, BlockId, BlockState},
     device::DeviceState,
-    history::Action,
     id::{DevicePtr, PoolId},
     pool::FreeBlock,
     pool_set::{PoolIx, PrivateIx},
-    stats::{Pieces, Weight, is_oversize},
+    stats::{Pieces, Weight},
 };
 
 /// The allocations of a private pool at one moment.
@@ -185,15 +184,9 @@ impl DeviceState {
             after += self.inactive_split(piece);
             rest = Some(piece);
         }
-        let pool = self.blocks[block].pool;
-        let class = self.pools[pool].class;
+        let class = self.class(block);
         self.stats.on_inactive_split(class, before, after);
-        let held = &mut self.blocks[block];
-        held.state = BlockState::Allocated;
-        held.requested = requested;
-        held.last_use.clear();
-        self.stats.on_allocated(Weight { class, size, requested }, is_oversize(size, self.config.max_split_size));
-        self.record(Action::Alloc, address, requested, pool);
+        self.occupy(block, Weight { class, size, requested }, None);
         rest
     }
 }

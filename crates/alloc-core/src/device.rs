@@ -193,19 +193,23 @@ impl DeviceState {
             self.pools[request.pool].index.remove(whole);
         }
         self.stats.on_inactive_split(class, before, after);
+        self.occupy(id, Weight { class, size, requested: request.requested }, guest)
+    }
 
+    /// A block, which is in no index any more, is the program's from now on.
+    #[inline]
+    pub(crate) fn occupy(&mut self, id: BlockId, weight: Weight, guest: Option<StreamIx>) -> DevicePtr {
         let block = &mut self.blocks[id];
         let address = block.address;
         block.state = BlockState::Allocated;
-        block.requested = request.requested;
+        block.requested = weight.requested;
         block.last_use.clear();
         if let Some(stream) = guest {
             block.guest_of = guest;
             block.last_use.set(stream, 0);
         }
-        let weight = Weight { class, size, requested: request.requested };
-        self.stats.on_allocated(weight, is_oversize(size, self.config.max_split_size));
-        self.record_use(Action::Alloc, id, request.requested);
+        self.stats.on_allocated(weight, is_oversize(weight.size, self.config.max_split_size));
+        self.record_use(Action::Alloc, id, weight.requested);
         DevicePtr(address)
     }
 

@@ -315,7 +315,7 @@ impl Replay {
 
     fn note_handed_out(&mut self, address: DevicePtr, size: u64) {
         if let Some(recorder) = &mut self.recorder {
-            recorder.handed_out(self.allocator.block_size(address).unwrap_or(size));
+            recorder.handed_out(self.allocator.block_at(address).map_or(size, |block| block.size));
         }
     }
 

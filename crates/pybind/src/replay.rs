@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use alloc_core::config::Policy;
+use alloc_core::config::{Config, Policy};
 use alloc_core::id::{PoolId, StreamHandle};
 use alloc_core::replay::{Action, Options, Outcome, PlacedPiece, PlacedSegment, ReplayError, Step, Timeline};
+use alloc_core::size::{REQUEST_MAX, block_size, segment_size};
 use alloc_core::snapshot::SegmentPicture;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -224,6 +225,13 @@ impl ReplaySteps {
     }
 }
 
+/// The bytes of the segment that torch's default rules obtain for a request of `size` bytes.
+#[pyfunction]
+pub(crate) fn native_segment_size(size: u64) -> u64 {
+    let config = Config::default();
+    segment_size(block_size(size.min(REQUEST_MAX), &config), &config)
+}
+
 /// Size, stream, pool, pieces; and of each its size and allocation.
 type PlainPlaced = (u64, u64, u64, Vec<(u64, Option<usize>)>);
 
@@ -299,6 +307,7 @@ fn figures<'py>(py: Python<'py>, outcome: &Outcome) -> PyResult<Bound<'py, PyDic
 
 /// Adds this module's names to the extension.
 pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(native_segment_size, module)?)?;
     module.add_class::<PickleScanner>()?;
     module.add_class::<ReplaySteps>()?;
     module.add_function(wrap_pyfunction!(crate::chrome_trace::read_chrome_trace, module)?)

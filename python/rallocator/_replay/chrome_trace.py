@@ -9,8 +9,9 @@ import itertools
 from collections.abc import Iterable
 
 from rallocator import _core
-from rallocator._replay.recording import MAX_SIZE_BYTES, Recording, Trace
+from rallocator._replay.recording import Recording, Trace
 from rallocator._replay.snapshot import MAX_DEVICES
+from rallocator._sizes import MAX_SIZE_BYTES
 from rallocator.errors import SnapshotError
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from rallocator import _core
 from rallocator._replay.recording import Segment
 
 MIB = 1 << 20
@@ -23,10 +24,6 @@ GRANULE_BYTES = 512
 
 SMALL_SEGMENT_BYTES = 2 * MIB
 """Segments of this size hold requests of at most 1 MiB, and none larger does."""
-
-SHARED_SEGMENT_BYTES = 20 * MIB
-SHARED_REQUEST_BYTES = 10 * MIB
-"""Requests below this share segments of 20 MiB; larger ones get a segment of their own size."""
 
 LEAST_LARGE_REMAINDER_BYTES = 1 * MIB
 """What remains of a large block is split off if it is more than this."""
@@ -106,13 +103,7 @@ def _obtained_for(segment: Segment, first: tuple[int, int, int] | None) -> int |
     if first is None:
         return None
     address, size, allocation = first
-    return allocation if address == segment.address and _segment_size(size) == segment.size else None
-
-
-def _segment_size(request: int) -> int:
-    if request <= MIB:
-        return SMALL_SEGMENT_BYTES
-    return SHARED_SEGMENT_BYTES if request < SHARED_REQUEST_BYTES else _rounded(request, 2 * MIB)
+    return allocation if address == segment.address and _core.native_segment_size(size) == segment.size else None
 
 
 def _pieces(segment: Segment, blocks: Sequence[OldBlock]) -> list[Piece] | None:
@@ -125,7 +116,7 @@ def _pieces(segment: Segment, blocks: Sequence[OldBlock]) -> list[Piece] | None:
     ends = [*(later.address for later in blocks[1:]), end] if blocks else []
     for block, following in zip(blocks, ends, strict=True):
         gap = block.address - at
-        size = _rounded(block.size, GRANULE_BYTES)
+        size = _rounded(block.size)
         # What is too little to be a block of its own belongs to the block before it.
         if 0 < following - (block.address + size) < least:
             size = following - block.address
@@ -140,5 +131,5 @@ def _pieces(segment: Segment, blocks: Sequence[OldBlock]) -> list[Piece] | None:
     return pieces
 
 
-def _rounded(size: int, multiple: int) -> int:
-    return -(-max(size, 1) // multiple) * multiple
+def _rounded(size: int) -> int:
+    return -(-max(size, 1) // GRANULE_BYTES) * GRANULE_BYTES

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-MAX_SIZE_BYTES = 1 << 48
-"""Bytes of one block or segment that are taken for real: 256 TiB, more than the address space of any GPU in use."""
-
 PoolPair: TypeAlias = tuple[int, int]
 """A memory pool's name, as torch writes it. (0, 0) is the default pool."""
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from rallocator._replay.recording import MAX_SIZE_BYTES, Recording, Trace
+from rallocator._replay.recording import Recording, Trace
+from rallocator._sizes import MAX_SIZE_BYTES
 from rallocator.errors import SnapshotError
 
 HEADER = b"Thread,Time,Action,Pointer,Size,Stream"

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import cast
 
-from rallocator._replay.recording import DEFAULT_POOL, MAX_SIZE_BYTES, Block, PoolPair, Recording, Segment, Trace
+from rallocator._replay.recording import DEFAULT_POOL, Block, PoolPair, Recording, Segment, Trace
 from rallocator._replay.unpickle import load
+from rallocator._sizes import MAX_SIZE_BYTES
 from rallocator.errors import SnapshotError
 
 MAX_DEVICES = 1024

@@ -110,12 +110,6 @@ impl<D: Driver> Allocator<D> {
         self.devices_in_use().into_iter().find_map(|id| self.read(id, |state| state.base_of(address)).flatten())
     }
 
-    /// The bytes of the block at an allocated address: what was asked for, rounded up.
-    pub fn block_size(&self, address: DevicePtr) -> Option<u64> {
-        let size_of = |state: &mut DeviceState| state.blocks.at(address.0).map(|block| state.blocks[block].size);
-        self.devices_in_use().into_iter().find_map(|id| self.read(id, size_of).flatten())
-    }
-
     /// The bytes of the largest block that a request could get at once: cached in a default pool, or new from the driver.
     ///
     /// Brings the device into use. 0 if it cannot be, or the driver does not answer.

@@ -158,18 +158,32 @@ fn event_of(device: DeviceId, event: &HistoryEvent, said: &mut HashMap<u32, (CSt
         let words = recording::words(event.moment.label);
         (c_text(&words.label), c_text(&words.compile_context))
     });
+    let &HistoryEvent { action, address, size, stream, pool, .. } = event;
     Event {
-        device: index_of(device),
-        action: number_of_action(event.action),
-        address: event.address.0,
-        size: event.size,
-        stream: event.stream.0 as *mut c_void,
-        pool_first: event.pool.0,
-        pool_second: event.pool.1,
         time_us: i64::try_from(event.moment.time_us).unwrap_or(i64::MAX),
         stack: number_of(event.moment.stack),
         label: label.as_ptr(),
         compile_context: compile_context.as_ptr(),
+        ..Event::from(&Tracked { action, device, address, size, stream, pool })
+    }
+}
+
+/// With no time, and nothing said of it.
+impl From<&Tracked> for Event {
+    fn from(tracked: &Tracked) -> Self {
+        Self {
+            device: index_of(tracked.device),
+            action: number_of_action(tracked.action),
+            address: tracked.address.0,
+            size: tracked.size,
+            stream: tracked.stream.0 as *mut c_void,
+            pool_first: tracked.pool.0,
+            pool_second: tracked.pool.1,
+            time_us: 0,
+            stack: 0,
+            label: c"".as_ptr(),
+            compile_context: c"".as_ptr(),
+        }
     }
 }
 
@@ -191,19 +205,7 @@ unsafe impl Sync for CallbackTracker {}
 
 impl CallbackTracker {
     fn tell(&self, tracked: &Tracked) {
-        let event = Event {
-            device: index_of(tracked.device),
-            action: number_of_action(tracked.action),
-            address: tracked.address.0,
-            size: tracked.size,
-            stream: tracked.stream.0 as *mut c_void,
-            pool_first: tracked.pool.0,
-            pool_second: tracked.pool.1,
-            time_us: 0,
-            stack: 0,
-            label: c"".as_ptr(),
-            compile_context: c"".as_ptr(),
-        };
+        let event = Event::from(tracked);
         // SAFETY: the header asks for a function that takes this context.
         unsafe { (self.told)(self.context, &raw const event) };
     }
