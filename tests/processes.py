@@ -63,6 +63,40 @@ def succeed(code: str, *, environment: dict[str, str] | None = None, preload: Pa
     return done.stdout.rstrip("\n")
 
 
+def read_recordings_within(limit_bytes: int, files: dict[str, bytes], folder: Path) -> list[str]:
+    """Read hostile recordings in a process that may not have more than so many bytes of addresses.
+
+    Arguments:
+        limit_bytes: the limit.
+        files: what is in each, by the name that it gets.
+        folder: where they are written.
+
+    Returns:
+        For each, in order, why it was refused; "read" if it was not.
+    """
+    script = """
+import resource, sys
+from pathlib import Path
+
+limit = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+from rallocator._replay.reader import read_recording
+from rallocator.errors import SnapshotError
+
+for name in sys.argv[2:]:
+    try:
+        read_recording(Path(name))
+        print("read")
+    except SnapshotError as error:
+        print(error)
+"""
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    command = [sys.executable, "-c", script, str(limit_bytes), *(str(folder / name) for name in files)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    return done.stdout.splitlines()
+
+
 def build_library(source: str, *options: str, link_core: bool = False) -> Path:
     """Compile a file of tests/c into a shared library; skips the test where there is no compiler for it.
 

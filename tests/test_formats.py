@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from tests.histories import (
     write,
     write_history,
 )
+from tests.processes import read_recordings_within
 
 
 def read(path: Path) -> History:
@@ -241,23 +240,8 @@ def test_hostile_text_files_take_little_memory(tmp_path: Path) -> None:
         "lists": b"[" * (40 * MIB),
         "line": HEADER.encode() + b"x" * (40 * MIB),
     }
-    script = (
-        "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
-        "import sys; from pathlib import Path\n"
-        "from rallocator._replay.reader import read_recording\n"
-        "from rallocator.errors import SnapshotError\n"
-        "for name in sys.argv[1:]:\n"
-        "    try: read_recording(Path(name)); print('read')\n"
-        "    except SnapshotError as error: print(error)\n"
-    )
-    paths = []
-    for name, content in bombs.items():
-        paths.append(tmp_path / f"{name}.gz")
-        paths[-1].write_bytes(gzip.compress(content, 1))
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, paths)], capture_output=True, text=True, timeout=100, check=True
-    )
-    lines = done.stdout.splitlines()
+    packed = {f"{name}.gz": gzip.compress(content, 1) for name, content in bombs.items()}
+    lines = read_recordings_within(1 << 30, packed, tmp_path)
     assert len(lines) == len(bombs)
     assert "read" not in lines
 

@@ -8,8 +8,6 @@ import lzma
 import pickle
 import pickletools
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from rallocator._replay.reader import read_recording
 from rallocator._replay.steps import Kind
 from rallocator.errors import SnapshotError
 from tests.histories import MIB, TRACES, event, free, segment, write, write_history
+from tests.processes import read_recordings_within
 
 ONE_BLOCK = {"segments": [], "device_traces": [[event("alloc", 4096, 700), *free(4096, 700)]]}
 
@@ -340,22 +339,7 @@ def test_hostile_files_take_little_memory(tmp_path: Path) -> None:
         "text": b"\x80\x04X\xff\xff\xff\x7fx",
         "one": gzip.compress(b"\x80\x04" + b"]" * (70 * MIB)),
     }
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30)); "
-    script = limit + (
-        "import sys; from pathlib import Path\n"
-        "from rallocator._replay.reader import read_recording\n"
-        "from rallocator.errors import SnapshotError\n"
-        "for name in sys.argv[1:]:\n"
-        "    try: read_recording(Path(name)); print('read')\n"
-        "    except SnapshotError as error: print(error)\n"
-    )
-    paths = []
-    for name, content in bombs.items():
-        paths.append(tmp_path / name)
-        paths[-1].write_bytes(content)
-    command = [sys.executable, "-c", script, *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    lines = done.stdout.splitlines()
+    lines = read_recordings_within(2 << 30, bombs, tmp_path)
     assert len(lines) == len(bombs)
     assert "read" not in lines
     assert resource.getrlimit(resource.RLIMIT_AS)[0] != 2 << 30, "only the other process was limited"
