@@ -28,7 +28,7 @@ run: develop ## Set everything up and run `rallocator demo` on what this machine
 
 check: rust develop python-without-torch ## Every check that needs no GPU and no torch: the inner loop
 
-test: rust loom-models $(VIRTUAL_ENV)/torch headers install-wheel python-with-torch ## Every check that needs no GPU; installs torch (5 GB)
+test: rust loom-models $(VIRTUAL_ENV)/torch headers install-wheel python-with-torch ## Every check that needs no GPU; fetches torch and headers (8 GB once)
 
 wheel: $(VIRTUAL_ENV)/tools ## Build dist/*.whl and check what its name claims
 	$(stage) "wheel: bridges" python tools/build_bridges.py
