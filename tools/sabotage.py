@@ -197,14 +197,32 @@ FAULTS = (
     Fault(
         "unmap a stale mapping that is in use",
         "stale.rs",
-        "if !block.last_use.iter().all(|(stream, epoch)| self.streams.is_done(stream, epoch)) {",
+        "if !self.is_over(id) {",
         "if false {",
     ),
     Fault(
         "release a handle that is mapped at a stale address",
         "stale.rs",
-        "self.by_address.values().any(|(_, known)| *known == handle)",
-        "self.by_address.values().any(|(_, known)| *known == handle && false)",
+        "self.copies.contains_key(&handle)",
+        "self.copies.contains_key(&handle) && false",
+    ),
+    Fault(
+        "fill addresses at which a stale mapping stands",
+        "backing/gap.rs",
+        "within.map(|(_, stale)| stale.block).collect()",
+        "within.take(0).map(|(_, stale)| stale.block).collect()",
+    ),
+    Fault(
+        "let one handle come back to two places",
+        "backing/gap.rs",
+        "coming.insert(donor.mapping.address) && !kept.contains(&donor.block)",
+        "(coming.insert(donor.mapping.address) || true) && !kept.contains(&donor.block)",
+    ),
+    Fault(
+        "forget where a handle stands that could not come back",
+        "backing/paged.rs",
+        "self.make_stale(*block, donor.mapping.handle);",
+        "self.make_unmapped(*block);",
     ),
     Fault(
         "lend a block before its last use is over",

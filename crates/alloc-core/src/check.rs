@@ -133,7 +133,10 @@ impl DeviceState {
         }
         match block.state {
             BlockState::Unmapped | BlockState::Claimed => {}
-            BlockState::Stale => ensure!(self.stale.contains(address, id), "stale block {address:#x} is not known"),
+            BlockState::Stale => ensure!(
+                self.stale.at(block.pool, address).is_some_and(|stale| stale.block == id),
+                "stale block {address:#x} is not known"
+            ),
             BlockState::Free => {
                 ensure!(self.pools.is_live(block.pool), "block {address:#x} is free in a released pool");
                 ensure!(block.requested == 0, "free block {address:#x} has a request");

@@ -6,8 +6,10 @@
 //! three differences: events are asked about here and not in every malloc; after the wait the pool is searched before the
 //! driver is asked for anything; the user's callback comes last, since it may throw away what took long to make.
 
+use std::mem;
+
 use crate::{
-    backing::moving::{Donors, Growth},
+    backing::moving::{Growth, Lenders},
     config::Policy,
     device::{DeviceState, Request},
     driver::{Call, DriverError},
@@ -22,8 +24,8 @@ pub enum Rung {
     ClosePending,
     /// Ask the oldest events of every stream.
     Poll,
-    /// Unmap addresses whose memory has moved away, if there are enough of them.
-    UnmapBatch,
+    /// Unmap the oldest addresses whose memory has moved away, if there are too many.
+    UnmapSurplus,
     /// Return segments that went unused long, if a threshold is set and passed.
     Collect,
     /// Move idle handles.
@@ -63,7 +65,7 @@ impl Rung {
     pub const ALL: [Self; 19] = [
         Self::ClosePending,
         Self::Poll,
-        Self::UnmapBatch,
+        Self::UnmapSurplus,
         Self::Collect,
         Self::Move,
         Self::GrowWithinNeed,
@@ -102,7 +104,7 @@ impl Rung {
     const RALLOCATOR: &[Self] = &[
         Self::ClosePending,
         Self::Poll,
-        Self::UnmapBatch,
+        Self::UnmapSurplus,
         Self::Move,
         Self::GrowWithinNeed,
         Self::TakeOver,
@@ -143,13 +145,22 @@ pub(crate) struct Ladder {
     next: usize,
     was_retried: bool,
     was_called_back: bool,
+    /// Whether the last rung's plan was for addresses. They are not memory yet: the same rung goes on when they are there.
+    is_making_room: bool,
     /// The last rung below growth that failed: if nothing serves the request, this and no lack of memory is why.
     failure: Option<DriverError>,
 }
 
 impl Ladder {
     pub(crate) fn new(request: Request) -> Self {
-        Self { request, next: 0, was_retried: false, was_called_back: false, failure: None }
+        Self { request, next: 0, was_retried: false, was_called_back: false, is_making_room: false, failure: None }
+    }
+
+    /// Takes the last rung once more, if it has got the addresses that it wanted.
+    fn go_on(&mut self) {
+        if mem::take(&mut self.is_making_room) {
+            self.next -= 1;
+        }
     }
 }
 
@@ -184,10 +195,11 @@ impl DeviceState {
                 continue;
             }
             let Some(plan) = self.plan_for(rung, &ladder.request) else { continue };
-            if let Plan::Reserve(_) = plan {
-                // Addresses are not memory yet: the same rung goes on when they are there.
-                ladder.next -= 1;
-            }
+            ladder.is_making_room = match plan {
+                Plan::Reserve(_) => true,
+                Plan::Unmap(_) => !matches!(rung, Rung::UnmapSurplus | Rung::UnmapStale),
+                _ => false,
+            };
             self.stats.rungs[rung as usize] += 1;
             return Step::Run(rung, plan);
         }
@@ -234,12 +246,12 @@ impl DeviceState {
         match rung {
             Rung::ClosePending => self.plan_close_pending(),
             Rung::Poll => self.plan_poll(),
-            Rung::UnmapBatch => self.plan_unmap_batch(),
+            Rung::UnmapSurplus => self.plan_unmap_surplus(),
             Rung::Collect => self.plan_collect(),
-            Rung::Move => self.plan_move(request, Donors::Ordered, Growth::None),
-            Rung::GrowWithinNeed => self.plan_move(request, Donors::Ordered, Growth::WithinNeed),
+            Rung::Move => self.plan_move(request, Lenders::Ordered, Growth::None),
+            Rung::GrowWithinNeed => self.plan_move(request, Lenders::Ordered, Growth::WithinNeed),
             Rung::TakeOver => self.plan_take_over(request),
-            Rung::MoveAfterWait => self.plan_move(request, Donors::AfterWait, Growth::None),
+            Rung::MoveAfterWait => self.plan_move(request, Lenders::AfterWait, Growth::None),
             Rung::Grow | Rung::GrowLast => self.plan_growth(request),
             Rung::Borrow => self.plan_borrow(request),
             Rung::ReleaseOversize => self.plan_release_oversize(request),
@@ -263,7 +275,7 @@ impl DeviceState {
         match self.rules {
             Policy::Native => self.plan_obtain(request),
             Policy::Expandable => self.plan_map(request),
-            Policy::Rallocator => self.plan_move(request, Donors::Ordered, Growth::ToLimit),
+            Policy::Rallocator => self.plan_move(request, Lenders::Ordered, Growth::ToLimit),
         }
     }
 
@@ -296,15 +308,11 @@ impl DeviceState {
         let refused = |error: DriverError| if is_no_failure(error) { Ok(None) } else { Err(error) };
         match outcome {
             Outcome::Obtained(obtain, Ok(address)) => Ok(Some(self.commit_obtain(&obtain, address, &ladder.request))),
-            Outcome::Obtained(_, Err(error)) => refused(error),
+            Outcome::Obtained(_, Err(error)) | Outcome::Reserved(_, Err(error)) => refused(error),
             Outcome::Reserved(reserve, Ok(base)) => {
                 self.commit_reserve(&reserve, base);
+                ladder.go_on();
                 Ok(None)
-            }
-            Outcome::Reserved(_, Err(error)) => {
-                // Go on to the next rung: this one cannot go on without addresses.
-                ladder.next += 1;
-                refused(error)
             }
             Outcome::Mapped(map, Ok(handles)) => Ok(Some(self.commit_map(&map, handles, &ladder.request))),
             Outcome::Mapped(map, Err(failure)) => {
@@ -325,6 +333,9 @@ impl DeviceState {
             }
             other => {
                 ladder.failure = self.commit(other).err();
+                if ladder.failure.is_none() {
+                    ladder.go_on();
+                }
                 Ok(None)
             }
         }

@@ -80,6 +80,8 @@ pub(crate) struct Map {
     pub(crate) pieces: Vec<BlockId>,
     /// In address order.
     pub(crate) holes: Vec<Hole>,
+    /// Handles that come back to where they are still mapped, which takes no call.
+    pub(crate) returns: Vec<Return>,
     /// The devices that shall reach the memory.
     pub(crate) access: Vec<DeviceId>,
 }
@@ -87,10 +89,11 @@ pub(crate) struct Map {
 impl Map {
     /// The handles that are moved.
     pub(crate) fn donors(&self) -> impl Iterator<Item = Donor> + '_ {
-        self.holes.iter().flat_map(|hole| &hole.sources).filter_map(|source| match source {
+        let moved = self.holes.iter().flat_map(|hole| &hole.sources).filter_map(|source| match source {
             Source::Moved(donor) => Some(*donor),
             Source::New(_) => None,
-        })
+        });
+        moved.chain(self.returns.iter().map(|back| back.donor))
     }
 
     /// Whether any handle is moved.
@@ -127,6 +130,14 @@ impl Hole {
         });
         mappings.collect()
     }
+}
+
+/// A handle that comes back.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Return {
+    /// The claimed block over its stale mapping.
+    pub(crate) block: BlockId,
+    pub(crate) donor: Donor,
 }
 
 /// Where a handle comes from.

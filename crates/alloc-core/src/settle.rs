@@ -28,17 +28,15 @@ impl DeviceState {
     }
 
     /// Events for all streams that pending blocks wait for and that none answers for yet; and, once there are enough of
-    /// them, for the last uses of stale mappings.
+    /// them, for the last uses of new stale mappings.
     pub(crate) fn plan_close_pending(&mut self) -> Option<Plan> {
         let pending = self.streams.ids().filter_map(|stream| {
             let (epoch, _) = self.streams.waiting(stream).last()?;
             Some((stream, epoch))
         });
         let mut needed: Vec<_> = pending.collect();
-        if self.stale.is_batch() {
-            needed.extend(self.stale.blocks().flat_map(|block| self.blocks[block].last_use.iter()));
-            needed.sort_unstable();
-        }
+        needed.extend(self.take_fresh_uses());
+        needed.sort_unstable();
         self.plan_close(needed)
     }
 
@@ -51,7 +49,7 @@ impl DeviceState {
         let pending = self.streams.ids().flat_map(|stream| self.streams.waiting(stream)).map(|(_, block)| block);
         let releasable = self.pools.ids().filter(|pool| self.pools.is_releasable(*pool));
         let idle = releasable.flat_map(|pool| self.pools[pool].index.iter()).map(|entry| entry.id);
-        let held = pending.chain(idle).chain(self.stale.blocks());
+        let held = pending.chain(idle).chain(self.stale.iter().map(|stale| stale.block));
         let mut needed: Vec<_> = held.flat_map(|block| self.blocks[block].last_use.iter()).collect();
         needed.sort_unstable();
         self.plan_close(needed)

@@ -32,7 +32,8 @@ impl DeviceState {
             self.pools[block.pool].stream == own && block.size >= request.rounded && lends(self, block.pool)
         };
         let waiting = self.streams.ids().flat_map(|stream| self.streams.waiting(stream)).map(|(_, block)| block);
-        let smallest = waiting.filter(fits).min_by_key(|id| (self.blocks[*id].size, self.blocks[*id].address));
+        // Of equal ones the first in its stream's queue: what was freed first is over first.
+        let smallest = waiting.filter(fits).min_by_key(|id| self.blocks[*id].size);
         let block = smallest?;
         let uses = self.undone_uses(block);
         if !uses.iter().all(|(stream, _)| self.may_wait_for(*stream)) {

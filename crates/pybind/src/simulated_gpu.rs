@@ -125,8 +125,14 @@ impl PySimulatedGpu {
                 "granularity must be a power of two from 512 bytes on, not {granularity_bytes}"
             )));
         }
-        let options =
-            SimOptions { capacity_bytes, devices, virtual_memory: vmm, granularity_bytes, peers, lag_us: None };
+        let options = SimOptions {
+            capacity_bytes,
+            devices,
+            virtual_memory: vmm,
+            granularity_bytes,
+            peers,
+            ..SimOptions::default()
+        };
         Ok(Self { gpu: SimulatedGpu::new(options, config::parse(config)?.config), devices })
     }
 

@@ -28,6 +28,14 @@ impl DeviceState {
         let holes = vec![Hole { block, address: self.blocks[block].address, sources: vec![Source::New(size)] }];
         let stream = self.streams.target(self.pools[request.pool].stream);
         let (device, access) = (self.id, self.access.clone());
-        Some(Plan::Map(Map { device, stream, waits: Vec::new(), pieces: vec![block], holes, access }))
+        Some(Plan::Map(Map {
+            device,
+            stream,
+            waits: Vec::new(),
+            pieces: vec![block],
+            holes,
+            returns: Vec::new(),
+            access,
+        }))
     }
 }

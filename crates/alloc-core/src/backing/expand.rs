@@ -30,7 +30,8 @@ impl DeviceState {
             missing = missing.saturating_sub(self.blocks[*piece].size);
         }
         let stream = self.streams.target(self.pools[request.pool].stream);
-        Some(Plan::Map(Map { device: self.id, stream, waits: Vec::new(), pieces, holes, access: self.access.clone() }))
+        let (waits, returns, access) = (Vec::new(), Vec::new(), self.access.clone());
+        Some(Plan::Map(Map { device: self.id, stream, waits, pieces, holes, returns, access }))
     }
 
     /// Neighbouring blocks, free or unmapped, that hold the request together: those at the lowest address.

@@ -6,6 +6,7 @@
 
 pub(crate) mod contiguous;
 pub(crate) mod expand;
+pub(crate) mod gap;
 pub(crate) mod mapping;
 pub(crate) mod moving;
 pub(crate) mod paged;

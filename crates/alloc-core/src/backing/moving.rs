@@ -13,15 +13,18 @@
 use std::{cmp::Reverse, collections::BTreeMap};
 
 use crate::{
-    backing::mapping::Mapping,
+    backing::{
+        gap::{Donors, Gap, Means, Piece},
+        mapping::Mapping,
+    },
     block::{BlockId, BlockState},
     config::{CrossStreamReuse, Move, Policy},
     device::{DeviceState, Request},
     event::{Mark, StreamIx},
     last_use::Epoch,
-    plan::{Donor, Hole, Map, Plan, Source},
+    plan::{Donor, Hole, Map, Plan, Return, Source},
     pool::FreeBlock,
-    size::{MIB, SMALL_SEGMENT, SizeClass, round_up},
+    size::{MIB, SMALL_SEGMENT, SizeClass},
 };
 
 /// New large handles grow with what is reserved, so that one of which only a part is used is a small share of it …
@@ -31,7 +34,7 @@ const HANDLES_PER_GAP: u64 = 16;
 /// Up to this many bytes: larger ones are idle as a whole less often.
 const HANDLE_MAX: u64 = 40 * MIB;
 /// But a very large gap is filled with this many handles at most, whatever their size …
-const HANDLES_PER_LARGE_GAP: u64 = 80;
+const HANDLES_PER_LARGE_GAP: u64 = 112;
 /// … up to this one.
 const LARGE_HANDLE_MAX: u64 = 128 * MIB;
 /// The last handles of a gap halve down to the driver's granularity: a later request that is a little smaller then
@@ -45,7 +48,7 @@ const GROWTH_PERCENT: u64 = 101;
 
 /// Which idle memory may be moved for a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Donors {
+pub(crate) enum Lenders {
     /// What was last used on the asking stream, or is known to be over.
     Ordered,
     /// Also what other streams used last: the asking stream waits for them on the GPU.
@@ -63,18 +66,7 @@ pub(crate) enum Growth {
     ToLimit,
 }
 
-/// A gap that would hold the request if its holes were filled.
-#[derive(Debug)]
-struct Target {
-    /// Free and unmapped blocks, each touching the next.
-    pieces: Vec<BlockId>,
-    /// Bytes to be filled; the holes between the first and the last are filled whole.
-    missing: u64,
-    /// Whether the first piece is a hole of which the end is filled, and not the start.
-    fills_end: bool,
-}
-
-/// What shall fill a target: for each of its holes, in order, the handles from first to last.
+/// What shall fill a gap: for each of its holes, in order, the handles from first to last.
 #[derive(Debug, Default)]
 struct Filling {
     holes: Vec<Vec<Source>>,
@@ -82,6 +74,11 @@ struct Filling {
 }
 
 impl Filling {
+    /// The bytes that each hole gets.
+    fn sizes(&self) -> impl Iterator<Item = u64> + '_ {
+        self.holes.iter().map(|sources| sources.iter().map(Source::size).sum())
+    }
+
     fn donors(&self) -> impl Iterator<Item = Donor> + '_ {
         self.holes.iter().flatten().filter_map(|source| match source {
             Source::Moved(donor) => Some(*donor),
@@ -91,23 +88,29 @@ impl Filling {
 }
 
 impl DeviceState {
-    /// Fills the gap that needs least with idle handles, and with new ones where `growth` allows. `None` if that is not
+    /// Fills the gap that costs least with idle handles, and with new ones where `growth` allows. `None` if that is not
     /// enough.
-    pub(crate) fn plan_move(&mut self, request: &Request, donors: Donors, growth: Growth) -> Option<Plan> {
+    pub(crate) fn plan_move(&mut self, request: &Request, lenders: Lenders, growth: Growth) -> Option<Plan> {
         if self.config.moving == Move::Contiguous {
             return self.plan_single(request, growth);
         }
-        let filled = self.targets(request).map(|target| {
-            let filling = self.fill(request, &target, self.donors(request, donors, &target));
-            (target, filling)
+        let donors = self.donors(request, lenders);
+        let gaps = self.cheapest_gap(request, &donors).into_iter().chain(self.widest_hole(request));
+        let filled = gaps.map(|gap| {
+            let filling = self.fill(request, &gap, &donors);
+            (gap, filling)
         });
-        let cheapest = filled.min_by_key(|(target, filling)| (filling.new_bytes, target.missing));
-        let Some((target, filling)) = cheapest else { return self.plan_reserve(request) };
+        let cheapest = filled.min_by_key(|(gap, filling)| (filling.new_bytes, gap.cost()));
+        let Some((gap, filling)) = cheapest else { return self.plan_reserve(request) };
         if !self.may_grow(filling.new_bytes, growth) {
             return None;
         }
-        let waits = self.waits_for(request, &filling)?;
-        Some(Plan::Map(self.claim(request, target, filling, waits)))
+        let waits = self.waits_for(request, filling.donors().chain(gap.returns()))?;
+        let in_the_way = self.in_the_way_of(&gap, filling.sizes(), request.pool);
+        if !in_the_way.is_empty() {
+            return self.plan_unmap(in_the_way);
+        }
+        Some(Plan::Map(self.claim(request, &gap, filling, waits)))
     }
 
     pub(super) fn may_grow(&self, new: u64, growth: Growth) -> bool {
@@ -123,87 +126,30 @@ impl DeviceState {
         }
     }
 
-    /// Gaps to choose from: the narrowest, and the start of the widest hole, which handles of any size fit.
-    fn targets(&self, request: &Request) -> impl Iterator<Item = Target> + use<> {
-        let missing = self.whole_granules(request.rounded);
-        let holes = self.pools[request.pool].unmapped.values().copied();
-        let widest = holes.max_by_key(|hole| (self.blocks[*hole].size, Reverse(self.blocks[*hole].address)));
-        let widest = widest.filter(|hole| self.blocks[*hole].size >= missing);
-        let widest = widest.map(|hole| Target { pieces: vec![hole], missing, fills_end: false });
-        self.narrowest_target(request).into_iter().chain(widest)
-    }
-
-    /// The gap in the request's pool that misses the fewest bytes, and of those the one at the lowest address.
-    fn narrowest_target(&self, request: &Request) -> Option<Target> {
-        let mut best: Option<Target> = None;
-        for hole in self.pools[request.pool].unmapped.values() {
-            let candidates = [self.gap_from_start(*hole, request), self.gap_before(*hole, request)];
-            for target in candidates.into_iter().flatten() {
-                if best.as_ref().is_none_or(|best| target.missing < best.missing) {
-                    best = Some(target);
-                }
-            }
-        }
-        best
-    }
-
-    /// The gap that begins with the free block before the hole, or with the hole.
-    fn gap_from_start(&self, hole: BlockId, request: &Request) -> Option<Target> {
-        let usable = |id: &BlockId| matches!(self.blocks[*id].state, BlockState::Free | BlockState::Unmapped);
-        let first = self.blocks[hole].previous.filter(usable).unwrap_or(hole);
-        let (mut pieces, mut bytes, mut missing, mut next) = (Vec::new(), 0, 0, Some(first));
-        while let Some(piece) = next.filter(usable)
-            && bytes < request.rounded
-        {
-            let block = &self.blocks[piece];
-            if block.state == BlockState::Unmapped {
-                missing += block.size.min(self.whole_granules(request.rounded - bytes));
-            }
-            pieces.push(piece);
-            bytes += block.size;
-            next = block.next;
-        }
-        (bytes >= request.rounded).then_some(Target { pieces, missing, fills_end: false })
-    }
-
-    /// The gap made of the hole's end and the free block after it.
-    fn gap_before(&self, hole: BlockId, request: &Request) -> Option<Target> {
-        let next = self.blocks[hole].next.filter(|next| self.blocks[*next].state == BlockState::Free)?;
-        let missing = self.whole_granules(request.rounded.checked_sub(self.blocks[next].size)?);
-        let fits = 0 < missing && missing <= self.blocks[hole].size;
-        fits.then(|| Target { pieces: vec![hole, next], missing, fills_end: true })
-    }
-
-    pub(super) fn whole_granules(&self, bytes: u64) -> u64 {
-        round_up(bytes, self.capabilities.granularity_bytes)
-    }
-
     /// Whole idle handles that may be moved for the request: large ones first, which take the fewest calls, and of those
     /// the ones in the smallest idle blocks, which serve few requests as they are.
-    fn donors(&self, request: &Request, which: Donors, target: &Target) -> Vec<Donor> {
+    fn donors(&self, request: &Request, lenders: Lenders) -> Donors {
         if self.is_tracked || self.config.moving != Move::On {
-            return Vec::new();
+            return Donors::default();
         }
         // What a graph captures runs again later: order on the stream that captured it proves nothing.
         let asking = self.pools[request.pool].owner.is_none().then_some(self.pools[request.pool].stream);
         let is_ordered = |(stream, epoch): (StreamIx, Epoch)| {
             Some(stream) == asking
                 || self.streams.is_done(stream, epoch)
-                || (which == Donors::AfterWait && asking.is_some() && self.may_wait_for(stream))
+                || (lenders == Lenders::AfterWait && asking.is_some() && self.may_wait_for(stream))
         };
         let mut donors: Vec<(u64, Donor)> = Vec::new();
         let lent = self.pools.ids().filter(|pool| self.pools.is_releasable(*pool));
         for entry in lent.flat_map(|pool| self.pools[pool].index.iter()) {
             let block = &self.blocks[entry.id];
-            if target.pieces.contains(&entry.id) || !block.last_use.iter().all(is_ordered) {
-                continue;
-            }
-            for mapping in self.movable_within(entry.id) {
-                donors.push((block.size, Donor { block: entry.id, mapping }));
+            if block.last_use.iter().all(is_ordered) {
+                let movable = self.movable_within(entry.id).into_iter();
+                donors.extend(movable.map(|mapping| (block.size, Donor { block: entry.id, mapping })));
             }
         }
         donors.sort_by_key(|(size, Donor { mapping, .. })| (Reverse(mapping.size), *size, Reverse(mapping.address)));
-        donors.into_iter().map(|(_, donor)| donor).collect()
+        Donors::new(donors.into_iter().map(|(_, donor)| donor).collect())
     }
 
     /// Whether `cross_stream_reuse` lets other streams wait for this one.
@@ -215,18 +161,16 @@ impl DeviceState {
         }
     }
 
-    /// Chooses what fills the target's holes: donors in the order in which they stand, then new handles.
-    fn fill(&self, request: &Request, target: &Target, mut candidates: Vec<Donor>) -> Filling {
-        let new_size = self.new_handle_size(self.pools[request.pool].class, target.missing);
+    /// Chooses what fills the gap's holes: donors in their order, then new handles.
+    fn fill(&self, request: &Request, gap: &Gap, donors: &Donors) -> Filling {
+        let new_size = self.new_handle_size(self.pools[request.pool].class, gap.missing);
+        let is_busy = |donor: &Donor| {
+            let returns = gap.returns().any(|returning| returning.mapping.handle == donor.mapping.handle);
+            returns || gap.pieces.iter().any(|piece| piece.block == donor.block)
+        };
+        let mut candidates: Vec<Donor> = donors.ordered.iter().filter(|donor| !is_busy(donor)).copied().collect();
         let mut filling = Filling::default();
-        let mut missing_in_all = target.missing;
-        let holes = target.pieces.iter().filter(|piece| self.blocks[**piece].state == BlockState::Unmapped);
-        for hole in holes {
-            let room = self.blocks[*hole].size;
-            let mut missing = missing_in_all.min(room);
-            missing_in_all -= missing;
-            let is_last = missing_in_all == 0 && target.pieces.last() == Some(hole) || target.fills_end;
-            let spare = if is_last { room - missing } else { 0 };
+        for (mut missing, spare) in gap.holes() {
             let mut sources = Vec::new();
             candidates.retain(|donor| {
                 let fits = donor.mapping.size <= missing;
@@ -257,10 +201,10 @@ impl DeviceState {
     }
 
     /// The marks that the asking stream has to wait for before it may use the donors; `None` if some has no event yet.
-    fn waits_for(&self, request: &Request, filling: &Filling) -> Option<Vec<Mark>> {
+    fn waits_for(&self, request: &Request, donors: impl Iterator<Item = Donor>) -> Option<Vec<Mark>> {
         let own = self.pools[request.pool].stream;
         let mut marks: Vec<Mark> = Vec::new();
-        for donor in filling.donors() {
+        for donor in donors {
             for (stream, epoch) in self.blocks[donor.block].last_use.iter() {
                 if stream != own && !self.streams.is_done(stream, epoch) {
                     let mark = self.streams.mark_for(stream, epoch)?;
@@ -275,32 +219,44 @@ impl DeviceState {
         Some(marks)
     }
 
-    /// Claims the target and the donors.
-    fn claim(&mut self, request: &Request, target: Target, filling: Filling, waits: Vec<Mark>) -> Map {
-        let mut claimed = self.claim_donors(filling.donors().collect());
-        let mut pieces = target.pieces;
-        if target.fills_end {
-            pieces[0] = self.cut_hole(pieces[0], filling.holes[0].iter().map(Source::size).sum());
-        }
+    /// Claims the gap and the donors.
+    fn claim(&mut self, request: &Request, gap: &Gap, filling: Filling, waits: Vec<Mark>) -> Map {
+        let mut claimed = self.claim_donors(filling.donors().chain(gap.returns()).collect());
+        let mut claimed_donor = |mut donor: Donor| {
+            donor.block = claimed.remove(&donor.mapping.address).expect("every donor was claimed");
+            donor
+        };
         let mut fillings = filling.holes.into_iter();
-        let mut holes = Vec::new();
-        for piece in &pieces {
-            if self.blocks[*piece].state == BlockState::Unmapped {
-                let mut sources = fillings.next().expect("one filling for each hole");
-                for source in &mut sources {
-                    if let Source::Moved(donor) = source {
-                        donor.block = claimed.remove(&donor.mapping.address).expect("every donor was claimed");
-                    }
+        let (mut pieces, mut holes, mut returns) = (Vec::new(), Vec::new(), Vec::new());
+        for Piece { mut block, last, means, .. } in gap.pieces.iter().copied() {
+            match means {
+                Means::Has => {
+                    self.unindex(block);
+                    self.blocks[block].state = BlockState::Claimed;
                 }
-                self.claim_unmapped(*piece, sources.iter().map(Source::size).sum());
-                holes.push(Hole { block: *piece, address: self.blocks[*piece].address, sources });
-            } else {
-                self.unindex(*piece);
-                self.blocks[*piece].state = BlockState::Claimed;
+                Means::Fill => {
+                    let mut sources = fillings.next().expect("one filling for each hole");
+                    for source in &mut sources {
+                        if let Source::Moved(donor) = source {
+                            *donor = claimed_donor(*donor);
+                        }
+                    }
+                    let size = sources.iter().map(Source::size).sum();
+                    if gap.fills_end && pieces.is_empty() {
+                        block = self.cut_hole(last, size);
+                    }
+                    self.claim_unmapped(block, size);
+                    holes.push(Hole { block, address: self.blocks[block].address, sources });
+                }
+                Means::Return(donor) => {
+                    self.claim_stale(block);
+                    returns.push(Return { block, donor: claimed_donor(donor) });
+                }
             }
+            pieces.push(block);
         }
         let stream = self.streams.target(self.pools[request.pool].stream);
-        Map { device: self.id, stream, waits, pieces, holes, access: self.access.clone() }
+        Map { device: self.id, stream, waits, pieces, holes, returns, access: self.access.clone() }
     }
 
     /// Cuts the last `size` bytes off a hole; returns them as a hole of their own.

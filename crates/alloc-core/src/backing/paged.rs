@@ -12,7 +12,7 @@ use crate::{
     device::{DeviceState, Request},
     history::Action,
     id::{DevicePtr, PhysicalHandle},
-    plan::{Donor, Map, MapFailure, Plan, ReleaseRun, Reserve, Source, Stray},
+    plan::{Donor, Map, MapFailure, Plan, ReleaseRun, Reserve, Return, Source, Stray},
     size::{SizeClass, round_up},
 };
 
@@ -57,6 +57,13 @@ impl DeviceState {
             }
             self.record(Action::SegmentMap, hole.address, hole.size(), request.pool);
         }
+        for Return { block: back, donor } in &map.returns {
+            self.take_from_donor(donor, class);
+            let mapping = Mapping { address: self.blocks[*back].address, ..donor.mapping };
+            self.pools.on_reserved(request.pool, mapping.size);
+            self.spans[span].mappings_mut().insert(mapping);
+            self.record(Action::SegmentMap, mapping.address, mapping.size, request.pool);
+        }
         self.stats.gpu_waits += map.waits.len() as u64;
         for piece in &map.pieces[1..] {
             debug_assert_eq!(self.blocks[block].next, Some(*piece), "nobody coalesces claimed blocks");
@@ -100,7 +107,11 @@ impl DeviceState {
         for donor in map.donors().filter(|donor| !is_stuck(donor)) {
             self.make_idle_again(donor.block);
         }
-        for piece in &map.pieces {
+        for Return { block, donor } in &map.returns {
+            self.make_stale(*block, donor.mapping.handle);
+        }
+        let is_back = |piece: &&BlockId| map.returns.iter().any(|back| back.block == **piece);
+        for piece in map.pieces.iter().filter(|piece| !is_back(piece)) {
             if !map.holes.iter().any(|hole| hole.block == *piece) {
                 self.make_idle_again(*piece);
             } else if !failure.stuck.iter().any(|(block, _)| block == piece) {
@@ -166,7 +177,15 @@ impl DeviceState {
         let mut runs = Runs::default();
         for span in self.spans.by_address() {
             if let SpanKind::Range(mappings) = &self.spans[span].kind {
-                mappings.iter().for_each(|mapping| runs.push(mapping.address, mapping.size));
+                let Span { base, size, pool, .. } = self.spans[span];
+                let stale = self.stale.within(pool, base..base + size);
+                let stale = stale.map(|(address, stale)| (address, self.blocks[stale.block].size));
+                let live = mappings.iter().map(|mapping| (mapping.address, mapping.size));
+                let mut all: Vec<(u64, u64)> = live.chain(stale).collect();
+                all.sort_unstable();
+                for (address, size) in all {
+                    runs.push(address, size);
+                }
             }
         }
         runs.0.into_iter().map(|(address, size)| (DevicePtr(address), size)).collect()

@@ -28,7 +28,8 @@ use cudarc::driver::sys::{
 use super::cuda_library::{self as library, check, read, start};
 use super::cuda_vmm::{self, HandleUses};
 use super::{
-    Call, Capabilities, CaptureMode, CaptureStatus, Completion, Driver, DriverError, MemoryInfo, Result, Status, Ticket,
+    Call, Capabilities, CaptureMode, CaptureStatus, Completion, Driver, DriverError, MemoryInfo, Result,
+    STALE_MAPPINGS_MAX, Status, Ticket,
 };
 use crate::id::{DeviceId, DevicePtr, Event, PhysicalHandle, Stream, StreamHandle};
 
@@ -118,10 +119,15 @@ impl Driver for CudaDriver {
                 virtual_memory: true,
                 virtual_memory_missing: String::new(),
                 granularity_bytes,
+                stale_mappings_max: STALE_MAPPINGS_MAX,
             },
-            Err(virtual_memory_missing) => {
-                Capabilities { total_bytes, virtual_memory: false, virtual_memory_missing, granularity_bytes: 0 }
-            }
+            Err(virtual_memory_missing) => Capabilities {
+                total_bytes,
+                virtual_memory: false,
+                virtual_memory_missing,
+                granularity_bytes: 0,
+                stale_mappings_max: 0,
+            },
         })
     }
 

@@ -25,6 +25,9 @@ use std::fmt;
 
 use crate::id::{DeviceId, DevicePtr, Event, PhysicalHandle, Stream, StreamHandle};
 
+/// What drivers say for [`Capabilities::stale_mappings_max`], since none is known to have a limit of its own.
+pub const STALE_MAPPINGS_MAX: usize = 4096;
+
 /// What a device can do, asked once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capabilities {
@@ -36,6 +39,9 @@ pub struct Capabilities {
     pub virtual_memory_missing: String,
     /// Handles and mappings are multiples of this many bytes (2 MiB on every card so far); 0 without virtual memory.
     pub granularity_bytes: u64,
+    /// How many mappings may be kept whose memory lives elsewhere now. Each takes addresses and room in page tables, and
+    /// a look whenever memory moves.
+    pub stale_mappings_max: usize,
 }
 
 /// Bytes of a device's memory, as the driver sees them: other processes count.

@@ -37,6 +37,8 @@ impl Machine {
             devices: 2,
             virtual_memory: self.virtual_memory,
             peers: self.peers,
+            // Few, so that programs of this length come by the limit.
+            stale_mappings_max: 12,
             ..SimOptions::default()
         };
         let mut config = Config::parse(&self.config).expect("the settings are valid").config;

@@ -6,7 +6,7 @@ use alloc_core::{
     id::{DevicePtr, StreamHandle},
 };
 
-use crate::rig::{DEVICE, MAIN, MIB, Rig};
+use crate::rig::{DEVICE, MAIN, MIB, Rig, SIDE};
 
 /// Longer than any test takes on the simulated clock.
 const FOREVER_US: u64 = 1_000_000_000;
@@ -52,31 +52,125 @@ fn free_block_that_is_too_small_is_part_of_the_gap_that_is_filled() {
 }
 
 #[test]
-fn old_mappings_are_removed_together_and_only_after_their_last_use() {
+fn too_many_old_mappings_are_removed_the_oldest_first_and_only_after_their_last_use() {
+    for is_over in [false, true] {
+        let mut rig = Rig::with_stale_mappings("policy:rallocator", 30);
+        scattered_idle_blocks(&mut rig, 40, MAIN);
+        rig.malloc(80 * MIB, MAIN);
+        assert_eq!(rig.stats().handles_moved, 40);
+        if is_over {
+            rig.gpu.complete(None).expect("no fault");
+        }
+        rig.malloc(512, MAIN);
+        let unmapped = if is_over { 18 } else { 0 };
+        assert_eq!(rig.gpu.call_count(Call::Unmap), unmapped, "down to three quarters of 30, if the work is over");
+        assert_eq!(rig.gpu.mapped_bytes(DEVICE).current, rig.reserved() + (40 - unmapped) * 2 * MIB);
+        rig.finish();
+    }
+}
+
+#[test]
+fn old_mappings_cost_no_memory_and_go_when_the_cache_is_emptied() {
     let mut rig = Rig::new("policy:rallocator");
     scattered_idle_blocks(&mut rig, 40, MAIN);
     rig.malloc(80 * MIB, MAIN);
-    assert_eq!(rig.stats().handles_moved, 40);
-    rig.malloc(2 * MIB, MAIN);
-    assert_eq!(rig.gpu.call_count(Call::Unmap), 0, "the work on the old addresses goes on");
     rig.gpu.complete(None).expect("no fault");
-    rig.malloc(2 * MIB, MAIN);
+    assert_eq!(rig.gpu.call_count(Call::Unmap), 0);
+    assert_eq!(rig.gpu.physical_bytes(DEVICE).current, rig.reserved());
+    rig.allocator.empty_cache().expect("they can be unmapped");
     assert_eq!(rig.gpu.call_count(Call::Unmap), 40, "one call for each run of addresses");
     assert_eq!(rig.gpu.mapped_bytes(DEVICE).current, rig.reserved());
     rig.finish();
 }
 
 #[test]
-fn few_old_mappings_wait_for_company_and_cost_no_memory() {
+fn streams_that_take_turns_move_memory_to_and_fro_without_a_driver_call() {
     let mut rig = Rig::new("policy:rallocator");
-    scattered_idle_blocks(&mut rig, 10, MAIN);
-    rig.malloc(20 * MIB, MAIN);
+    let turn = |rig: &mut Rig, stream| {
+        let blocks: Vec<DevicePtr> = [60 * MIB, 7 * MIB, 33 * MIB].map(|size| rig.malloc(size, stream)).into();
+        for block in blocks {
+            rig.write(stream, block);
+            rig.free(block);
+        }
+        rig.gpu.complete(None).expect("no fault");
+        (rig.gpu.call_count(Call::Map), rig.gpu.call_count(Call::Unmap), rig.stats().handles_moved)
+    };
+    let streams = [MAIN, SIDE, StreamHandle(0x20)];
+    let first: Vec<_> = streams.map(|stream| turn(&mut rig, stream)).into();
+    for _ in 0..5 {
+        for stream in streams {
+            let (maps, unmaps, _) = turn(&mut rig, stream);
+            assert_eq!((maps, unmaps), (first[2].0, 0), "only the first turn of each stream maps anything");
+        }
+    }
+    assert!(rig.stats().handles_moved > 5 * first[2].2, "the memory does move");
+    assert_eq!(rig.reserved(), 100 * MIB);
+    rig.finish();
+}
+
+#[test]
+fn memory_that_comes_back_is_ordered_after_its_use_elsewhere() {
+    let mut rig = Rig::new("policy:rallocator");
+    for _ in 0..4 {
+        for stream in [MAIN, SIDE] {
+            let block = rig.malloc(40 * MIB, stream);
+            rig.gpu.launch(stream, &[], &[block], 1000).expect("no race");
+            rig.free(block);
+        }
+    }
+    assert_eq!(rig.reserved(), 40 * MIB);
+    assert_eq!(rig.stats().gpu_waits, 7, "each turn but the first waits for the one before on the GPU");
+    rig.finish();
+}
+
+#[test]
+fn addresses_of_memory_that_cannot_come_back_serve_other_memory() {
+    let mut rig = Rig::new("policy:rallocator");
+    let (first, between) = (rig.malloc(20 * MIB, MAIN), rig.malloc(20 * MIB, MAIN));
+    rig.free(first);
+    let elsewhere = rig.malloc(20 * MIB, SIDE);
+    assert_eq!(rig.stats().handles_moved, rig.gpu.call_count(Call::CreateHandle) / 2, "the first block's memory moved");
     rig.gpu.complete(None).expect("no fault");
-    rig.malloc(2 * MIB, MAIN);
-    assert_eq!(rig.gpu.call_count(Call::Unmap), 0);
-    assert_eq!(rig.gpu.physical_bytes(DEVICE).current, rig.reserved());
-    rig.allocator.empty_cache().expect("they can be unmapped");
-    assert_eq!(rig.gpu.call_count(Call::Unmap), 10);
+    let next = rig.malloc(20 * MIB, MAIN);
+    assert_eq!(next, first, "no other hole is as narrow");
+    assert!(rig.gpu.call_count(Call::Unmap) > 0);
+    for (stream, block) in [(MAIN, next), (MAIN, between), (SIDE, elsewhere)] {
+        rig.write(stream, block);
+    }
+    rig.finish();
+}
+
+#[test]
+fn gap_never_reaches_from_one_address_range_into_the_next() {
+    let mut rig = Rig::new("policy:rallocator");
+    scattered_idle_blocks(&mut rig, 64, MAIN);
+    assert_eq!(rig.reserved(), 256 * MIB, "the range is full but for its end, which is narrower than the request");
+    let block = rig.malloc(66 * MIB, MAIN);
+    rig.write(MAIN, block);
+    assert_eq!(rig.gpu.call_count(Call::ReserveRange), 2);
+    assert_eq!(rig.reserved(), 256 * MIB);
+    rig.finish();
+}
+
+#[test]
+fn wait_that_fails_before_memory_comes_back_leaves_it_where_it_was() {
+    let mut rig = Rig::new("policy:rallocator");
+    for stream in [MAIN, SIDE] {
+        let block = rig.malloc(40 * MIB, stream);
+        rig.gpu.launch(stream, &[], &[block], FOREVER_US).expect("no race");
+        rig.free(block);
+    }
+    let maps = rig.gpu.call_count(Call::Map);
+    rig.gpu.fail_next(Call::WaitEvent, 0, Status::Unknown);
+    let grown = rig.malloc(40 * MIB, MAIN);
+    rig.write(MAIN, grown);
+    assert_eq!(rig.gpu.pending_faults(), 0);
+    assert_eq!(rig.reserved(), 80 * MIB, "without the wait the alternative is to grow");
+    let maps_of_growth = rig.gpu.call_count(Call::Map) - maps;
+    rig.free(grown);
+    let again = rig.malloc(40 * MIB, SIDE);
+    rig.write(SIDE, again);
+    assert_eq!(rig.gpu.call_count(Call::Map) - maps, maps_of_growth, "its memory is still its own");
     rig.finish();
 }
 
@@ -130,18 +224,34 @@ fn every_call_of_a_move_fails_once_and_nothing_is_lost() {
 
 #[test]
 fn old_mapping_that_could_not_be_removed_is_removed_later() {
-    for after in [0, 1, 39] {
-        let mut rig = Rig::new("policy:rallocator");
+    for after in [0, 1, 17] {
+        let mut rig = Rig::with_stale_mappings("policy:rallocator", 30);
         scattered_idle_blocks(&mut rig, 40, MAIN);
         rig.malloc(80 * MIB, MAIN);
         rig.gpu.complete(None).expect("no fault");
         rig.gpu.fail_next(Call::Unmap, after, Status::Unknown);
-        let next = rig.malloc(2 * MIB, MAIN);
+        let next = rig.malloc(512, MAIN);
         rig.write(MAIN, next);
         assert_eq!(rig.gpu.pending_faults(), 0);
-        assert_eq!(rig.gpu.mapped_bytes(DEVICE).current, rig.reserved() + 2 * MIB);
+        assert_eq!(rig.gpu.mapped_bytes(DEVICE).current, rig.reserved() + 23 * 2 * MIB);
         rig.finish();
     }
+}
+
+#[test]
+fn address_in_the_way_that_cannot_be_unmapped_is_left_and_the_request_is_served() {
+    let mut rig = Rig::new("policy:rallocator");
+    let (first, between) = (rig.malloc(20 * MIB, MAIN), rig.malloc(20 * MIB, MAIN));
+    rig.free(first);
+    let elsewhere = rig.malloc(20 * MIB, SIDE);
+    rig.gpu.complete(None).expect("no fault");
+    rig.gpu.fail_next(Call::Unmap, 0, Status::Unknown);
+    let next = rig.malloc(20 * MIB, MAIN);
+    assert_eq!(rig.gpu.pending_faults(), 0);
+    for (stream, block) in [(MAIN, next), (MAIN, between), (SIDE, elsewhere)] {
+        rig.write(stream, block);
+    }
+    rig.finish();
 }
 
 #[test]

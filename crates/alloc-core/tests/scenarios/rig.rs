@@ -30,6 +30,11 @@ impl Rig {
         Self::on(config, SimOptions { capacity_bytes: 256 * MIB, ..SimOptions::default() })
     }
 
+    /// With so many mappings of memory that lives elsewhere.
+    pub(crate) fn with_stale_mappings(config: &str, stale_mappings_max: usize) -> Self {
+        Self::on(config, SimOptions { capacity_bytes: 256 * MIB, stale_mappings_max, ..SimOptions::default() })
+    }
+
     pub(crate) fn on(config: &str, options: SimOptions) -> Self {
         let gpu = SimDriver::new(options);
         gpu.set_current_device(DEVICE).expect("device 0 exists");

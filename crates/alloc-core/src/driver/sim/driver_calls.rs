@@ -80,6 +80,7 @@ impl Driver for SimDriver {
                 virtual_memory: options.virtual_memory,
                 virtual_memory_missing: missing,
                 granularity_bytes,
+                stale_mappings_max: options.stale_mappings_max,
             })
         })
     }

@@ -58,6 +58,7 @@ pub use inspect::PhysicalBytes;
 pub use memory::Level;
 use simulation::Simulation;
 
+use crate::driver::STALE_MAPPINGS_MAX;
 use crate::sync::{Mutex, MutexGuard};
 
 /// What kind of machine to simulate.
@@ -71,6 +72,8 @@ pub struct SimOptions {
     pub virtual_memory: bool,
     /// What sizes of handles and ranges are multiples of. A real device says 2 MiB; tests may take less.
     pub granularity_bytes: u64,
+    /// See [`Capabilities::stale_mappings_max`](crate::driver::Capabilities::stale_mappings_max).
+    pub stale_mappings_max: usize,
     /// Whether the devices can reach each other's memory.
     pub peers: bool,
     /// For replays of a recording, whose kernels are unknown: everything queued is taken to end this many microseconds
@@ -85,6 +88,7 @@ impl Default for SimOptions {
             devices: 1,
             virtual_memory: true,
             granularity_bytes: 2 << 20,
+            stale_mappings_max: STALE_MAPPINGS_MAX,
             peers: true,
             lag_us: None,
         }
