@@ -17,12 +17,14 @@ pub(crate) struct AddressMap {
     /// A power of two of them, at least twice as many as there are entries. From an entry's own place to where it
     /// stands, none is vacant.
     slots: Vec<Option<(u64, BlockId)>>,
+    /// 64 less the bits of a place.
+    shift: u32,
     len: usize,
 }
 
 impl Default for AddressMap {
     fn default() -> Self {
-        Self { slots: vec![None; SLOTS_MIN], len: 0 }
+        Self { slots: vec![None; SLOTS_MIN], shift: shift_for(SLOTS_MIN), len: 0 }
     }
 }
 
@@ -76,8 +78,8 @@ impl AddressMap {
     }
 
     fn own_place(&self, address: u64) -> usize {
-        // The upper half of the product depends on all bits of the address.
-        (address.wrapping_mul(SPREAD) >> 32) as usize & (self.slots.len() - 1)
+        // The uppermost bits of the product depend on all bits of the address.
+        (address.wrapping_mul(SPREAD) >> self.shift) as usize
     }
 
     fn after(&self, slot: usize) -> usize {
@@ -92,11 +94,17 @@ impl AddressMap {
     #[cold]
     fn grow(&mut self) {
         let doubled = vec![None; 2 * self.slots.len()];
+        self.shift = shift_for(doubled.len());
         for (address, id) in std::mem::replace(&mut self.slots, doubled).into_iter().flatten() {
             let slot = self.find(address);
             self.slots[slot] = Some((address, id));
         }
     }
+}
+
+/// 64 less the bits of a place among so many slots, a power of two.
+fn shift_for(slots: usize) -> u32 {
+    u64::BITS - slots.ilog2()
 }
 
 #[cfg(test)]

@@ -78,6 +78,7 @@ struct Device {
 }
 
 impl Device {
+    #[inline]
     fn fast(&self) -> Result<MutexGuard<'_, DeviceState>, AllocError> {
         self.fast.lock().map_err(|_| AllocError::Broken { device: self.id })
     }
@@ -268,25 +269,41 @@ impl<D: Driver> Allocator<D> {
         if address.0 == 0 {
             return FreeOutcome::Null;
         }
-        let mut outcome = FreeOutcome::NotOurs;
-        for device in self.devices.starting_with(hint) {
-            let Ok(mut state) = device.fast() else {
-                outcome = FreeOutcome::Leaked;
-                continue;
-            };
-            match state.free(address) {
-                Freed::Done => return FreeOutcome::Freed,
-                Freed::CloseDue(block) => {
-                    let closings = state.plan_close_of(block);
-                    drop(state);
-                    self.close(device, closings);
-                    return FreeOutcome::Freed;
-                }
-                Freed::NotHeld => {
-                    state.stats.invalid_frees += 1;
-                    return FreeOutcome::Repeated;
-                }
-                Freed::Unknown => {}
+        let outcome = self.devices.get(hint).map_or(FreeOutcome::NotOurs, |device| self.free_on(device, address));
+        match outcome {
+            FreeOutcome::NotOurs | FreeOutcome::Leaked => self.free_elsewhere(address, hint, outcome),
+            _ => outcome,
+        }
+    }
+
+    /// Takes memory back if it is the device's.
+    #[inline]
+    fn free_on(&self, device: &Device, address: DevicePtr) -> FreeOutcome {
+        let Ok(mut state) = device.fast() else { return FreeOutcome::Leaked };
+        match state.free(address) {
+            Freed::Done => FreeOutcome::Freed,
+            Freed::CloseDue(block) => {
+                let closings = state.plan_close_of(block);
+                drop(state);
+                self.close(device, closings);
+                FreeOutcome::Freed
+            }
+            Freed::NotHeld => {
+                state.stats.invalid_frees += 1;
+                FreeOutcome::Repeated
+            }
+            Freed::Unknown => FreeOutcome::NotOurs,
+        }
+    }
+
+    /// Goes on with [`free`](Self::free) on all other devices than `hint`, for which `outcome` was found.
+    #[cold]
+    fn free_elsewhere(&self, address: DevicePtr, hint: DeviceId, mut outcome: FreeOutcome) -> FreeOutcome {
+        for device in self.devices.starting_with(hint).filter(|device| device.id != hint) {
+            match self.free_on(device, address) {
+                FreeOutcome::NotOurs => {}
+                FreeOutcome::Leaked => outcome = FreeOutcome::Leaked,
+                found => return found,
             }
         }
         if outcome == FreeOutcome::NotOurs
@@ -299,6 +316,7 @@ impl<D: Driver> Allocator<D> {
     }
 
     /// Gives events to the streams that a freed block waits for. If that fails, a later event answers for them.
+    #[cold]
     fn close(&self, device: &Device, closings: Vec<Closing>) {
         if !closings.is_empty() {
             let outcome = execute(&self.driver, Plan::Close(closings));

@@ -66,6 +66,7 @@ impl BlockTable {
     }
 
     /// Cuts a block after `size` bytes; `id` keeps the front, and the rest gets all else that the block had.
+    #[inline]
     pub(crate) fn split(&mut self, id: BlockId, size: u64) -> BlockId {
         let front = &self[id];
         debug_assert!(0 < size && size < front.size, "both parts must be something");
@@ -93,6 +94,7 @@ impl BlockTable {
     }
 
     /// Makes a block and the one after it one block, which keeps `id`, its state and the uses of both.
+    #[inline]
     pub(crate) fn absorb_next(&mut self, id: BlockId) {
         let next = self[id].next.expect("the caller saw the next block");
         let both = self.blocks.get_disjoint_mut([id.index(), next.index()]);
@@ -109,6 +111,7 @@ impl BlockTable {
         }
     }
 
+    #[inline]
     fn place(&mut self, block: Block) -> BlockId {
         let address = block.address;
         let id = if let Some(id) = self.vacant.pop() {
@@ -122,6 +125,7 @@ impl BlockTable {
         id
     }
 
+    #[inline]
     fn vacate(&mut self, id: BlockId) {
         let block = &mut self.blocks[id.index()];
         block.last_use.clear();

@@ -6,7 +6,7 @@
 
 use crate::{
     backing::SpanTable,
-    block::{BlockId, BlockState},
+    block::{Block, BlockId, BlockState},
     block_table::BlockTable,
     config::{Config, Policy},
     driver::Capabilities,
@@ -122,6 +122,7 @@ impl DeviceState {
     }
 
     /// The request for `requested` bytes, at most [`size::REQUEST_MAX`], on a stream, for a private pool or the default.
+    #[inline]
     pub(crate) fn request(&mut self, requested: u64, stream: StreamIx, owner: Option<PrivateIx>) -> Request {
         let rounded = size::block_size(requested, &self.config);
         let pool = self.pools.of(owner, stream, SizeClass::of(rounded));
@@ -130,12 +131,14 @@ impl DeviceState {
     }
 
     /// Serves the request from a free block of its pool, if one fits.
+    #[inline]
     pub(crate) fn malloc(&mut self, request: &Request) -> Option<DevicePtr> {
         let block = self.fitting(request)?;
-        Some(self.hand_out(block.id, request))
+        Some(self.hand_out_whole(block, request, None))
     }
 
     /// The block that torch's rules choose for the request.
+    #[inline]
     fn fitting(&self, request: &Request) -> Option<FreeBlock> {
         let index = &self.pools[request.pool].index;
         let mut block = index.best_fit(request.rounded)?;
@@ -173,22 +176,27 @@ impl DeviceState {
 
     /// As [`hand_out`](Self::hand_out), to a guest if one is named: a stream that is not the pool's.
     pub(crate) fn hand_out_to(&mut self, id: BlockId, request: &Request, guest: Option<StreamIx>) -> DevicePtr {
+        self.hand_out_whole(self.blocks.entry(id), request, guest)
+    }
+
+    #[inline]
+    fn hand_out_whole(&mut self, whole: FreeBlock, request: &Request, guest: Option<StreamIx>) -> DevicePtr {
         let class = self.pools[request.pool].class;
-        let whole = self.blocks.entry(id);
-        let before = self.inactive_split(id);
+        let before = self.inactive_split(whole.id);
         let mut after = Pieces::default();
-        let (mut id, mut size) = (id, whole.size);
+        let (mut id, mut size) = (whole.id, whole.size);
         if self.is_worth_splitting(request, class, size - request.rounded) {
             size = request.rounded;
             let rest;
             if self.cuts_end(whole, request, class) {
-                rest = id;
-                id = self.blocks.split(rest, whole.size - size);
+                rest = FreeBlock { size: whole.size - size, ..whole };
+                id = self.blocks.split(rest.id, rest.size);
             } else {
-                rest = self.blocks.split(id, size);
+                let end = self.blocks.split(id, size);
+                rest = FreeBlock { size: whole.size - size, address: whole.address + size, id: end };
             }
-            self.pools[request.pool].index.replace(whole, self.blocks.entry(rest));
-            after = self.inactive_split(rest);
+            self.pools[request.pool].index.replace(whole, rest);
+            after = self.inactive_split(rest.id);
         } else {
             self.pools[request.pool].index.remove(whole);
         }
@@ -240,7 +248,7 @@ impl DeviceState {
         self.stats.on_free_requested(weight, is_oversize(weight.size, self.config.max_split_size));
         self.record_use(Action::FreeRequested, id, weight.requested);
         if is_own_alone {
-            self.make_idle(id);
+            self.turn_idle(id, weight);
             Freed::Done
         } else {
             self.make_pending(id, own)
@@ -297,38 +305,49 @@ impl DeviceState {
 
     /// Nobody but the block's own stream can still be using it.
     pub(crate) fn make_idle(&mut self, id: BlockId) {
-        self.on_free_completed(id);
-        let pool = self.blocks[id].pool;
-        let own = self.pools[pool].stream;
+        let own = self.pools[self.blocks[id].pool].stream;
+        self.blocks[id].last_use.keep_only(own);
+        self.turn_idle(id, self.weight(id));
+    }
+
+    /// As [`make_idle`](Self::make_idle), of a block that its own stream alone has used.
+    #[inline]
+    fn turn_idle(&mut self, id: BlockId, weight: Weight) {
+        self.count_free_completed(id, weight);
         let block = &mut self.blocks[id];
-        block.last_use.keep_only(own);
-        block.idle_since = self.pools[pool].requests;
-        block.state = self.pools.idle_state(pool);
+        block.idle_since = self.pools[block.pool].requests;
+        block.state = self.pools.idle_state(block.pool);
         self.coalesce_and_index(id);
     }
 
     /// Counts a block that the program freed as reusable.
     pub(crate) fn on_free_completed(&mut self, id: BlockId) {
-        let weight = self.weight(id);
+        self.count_free_completed(id, self.weight(id));
+    }
+
+    #[inline]
+    fn count_free_completed(&mut self, id: BlockId, weight: Weight) {
         self.stats.on_idle(weight);
         self.record_use(Action::FreeCompleted, id, weight.requested);
-        self.blocks[id].requested = 0;
-        self.blocks[id].guest_of = None;
+        let block = &mut self.blocks[id];
+        block.requested = 0;
+        block.guest_of = None;
     }
 
     /// Unites an idle block, which is in no index, with its idle neighbours, and puts the result into the index.
+    #[inline]
     pub(crate) fn coalesce_and_index(&mut self, id: BlockId) -> BlockId {
-        let (state, pool) = (self.blocks[id].state, self.blocks[id].pool);
+        let Block { state, pool, next, previous, .. } = self.blocks[id];
         let mut before = Pieces::default();
         // The neighbour's entry whose place the result takes.
         let mut former = None;
-        if let Some(next) = self.blocks[id].next.filter(|next| self.blocks[*next].state == state) {
+        if let Some(next) = next.filter(|next| self.blocks[*next].state == state) {
             before += self.inactive_split(next);
             former = Some(self.blocks.entry(next));
             self.blocks.absorb_next(id);
         }
         let mut id = id;
-        if let Some(previous) = self.blocks[id].previous.filter(|previous| self.blocks[*previous].state == state) {
+        if let Some(previous) = previous.filter(|previous| self.blocks[*previous].state == state) {
             before += self.inactive_split(previous);
             if let Some(next) = former.replace(self.blocks.entry(previous)) {
                 self.pools[pool].index.remove(next);

@@ -30,7 +30,7 @@ const EVENTS_QUEUED_MAX: usize = 64;
 const QUERIES_PER_STREAM: usize = 8;
 
 /// A stream's place in the [`StreamTable`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct StreamIx(pub(crate) u32);
 
 impl StreamIx {

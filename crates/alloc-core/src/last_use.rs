@@ -1,7 +1,5 @@
 //! By which streams, and until when, a piece of memory was used.
 
-use smallvec::SmallVec;
-
 use crate::event::StreamIx;
 
 /// A stream's own count of closed epochs; see [`event`](crate::event). Epoch 0 is before all work.
@@ -11,65 +9,90 @@ pub(crate) type Epoch = u64;
 ///
 /// While a block is allocated the set holds the streams named by `record_stream`, with epoch 0: their real epochs are
 /// known when the block is freed. From then on it says what has to end before anybody else may have the memory.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct LastUse(SmallVec<[(StreamIx, Epoch); 2]>);
+#[derive(Debug, Default)]
+pub(crate) struct LastUse {
+    /// Whether there is any entry. The first one, nearly always the only one, stands here.
+    is_used: bool,
+    stream: StreamIx,
+    epoch: Epoch,
+    /// All other entries; none if there is no first one.
+    others: Vec<(StreamIx, Epoch)>,
+}
 
-/// Every split copies a set, nearly always of one entry, for which the library's own way is slow.
+/// Every split copies a set, nearly always of one entry, for which a list's own way is slow.
 impl Clone for LastUse {
     fn clone(&self) -> Self {
-        Self(match self.0.as_slice() {
-            [] => SmallVec::new(),
-            [one] => SmallVec::from_buf_and_len([*one, *one], 1),
-            entries => SmallVec::from_slice(entries),
-        })
+        let others = if self.others.is_empty() { Vec::new() } else { self.others.clone() };
+        Self { others, ..*self }
     }
 }
 
 impl LastUse {
     /// The entries, in no particular order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (StreamIx, Epoch)> + '_ {
-        self.0.iter().copied()
+        let first = self.is_used.then_some((self.stream, self.epoch));
+        first.into_iter().chain(self.others.iter().copied())
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        !self.is_used
     }
 
     pub(crate) fn clear(&mut self) {
-        self.0.clear();
+        self.is_used = false;
+        self.others.clear();
     }
 
     /// Forgets all other uses: for a block that only its own stream has used.
     pub(crate) fn set(&mut self, stream: StreamIx, epoch: Epoch) {
-        self.0.clear();
-        self.0.push((stream, epoch));
+        (self.is_used, self.stream, self.epoch) = (true, stream, epoch);
+        self.others.clear();
     }
 
     /// Adds a use; a later epoch of the same stream covers an earlier one.
     pub(crate) fn add(&mut self, stream: StreamIx, epoch: Epoch) {
-        match self.0.iter_mut().find(|(known, _)| *known == stream) {
+        if !self.is_used {
+            self.set(stream, epoch);
+        } else if self.stream == stream {
+            self.epoch = epoch.max(self.epoch);
+        } else {
+            self.add_other(stream, epoch);
+        }
+    }
+
+    #[cold]
+    fn add_other(&mut self, stream: StreamIx, epoch: Epoch) {
+        match self.others.iter_mut().find(|(known, _)| *known == stream) {
             Some((_, last)) => *last = epoch.max(*last),
-            None => self.0.push((stream, epoch)),
+            None => self.others.push((stream, epoch)),
         }
     }
 
     /// Adds all uses of `other`: for two blocks that become one.
     pub(crate) fn unite(&mut self, other: &Self) {
-        for (stream, epoch) in other.iter() {
-            self.add(stream, epoch);
+        if other.is_used {
+            self.add(other.stream, other.epoch);
+        }
+        for (stream, epoch) in &other.others {
+            self.add(*stream, *epoch);
         }
     }
 
     /// Forgets the uses by all streams but one: they are known to be over.
     pub(crate) fn keep_only(&mut self, stream: StreamIx) {
-        if !matches!(self.0.as_slice(), [(user, _)] if *user == stream) {
-            self.0.retain(|(user, _)| *user == stream);
+        let kept = self.iter().find(|(user, _)| *user == stream);
+        match kept {
+            Some((_, epoch)) => self.set(stream, epoch),
+            None => self.clear(),
         }
     }
 
     /// Replaces each epoch by what `epoch_of` says for its stream.
     pub(crate) fn stamp(&mut self, mut epoch_of: impl FnMut(StreamIx) -> Epoch) {
-        for (stream, epoch) in &mut self.0 {
+        if self.is_used {
+            self.epoch = epoch_of(self.stream);
+        }
+        for (stream, epoch) in &mut self.others {
             *epoch = epoch_of(*stream);
         }
     }
@@ -89,5 +112,18 @@ mod tests {
         right.add(b, 7);
         left.unite(&right);
         assert_eq!(left.iter().collect::<Vec<_>>(), [(a, 3), (b, 7)]);
+    }
+
+    #[test]
+    fn one_stream_is_kept_wherever_it_stands() {
+        let streams = [StreamIx(0), StreamIx(1), StreamIx(2)];
+        for kept in streams {
+            let mut uses = LastUse::default();
+            streams.into_iter().for_each(|stream| uses.add(stream, 5));
+            uses.keep_only(kept);
+            assert_eq!(uses.iter().collect::<Vec<_>>(), [(kept, 5)]);
+            uses.keep_only(StreamIx(3));
+            assert!(uses.is_empty() && uses.iter().next().is_none());
+        }
     }
 }

@@ -82,6 +82,7 @@ impl FreeIndex {
     }
 
     /// Takes `old` out, which is in the set, and puts `new` in.
+    #[inline]
     pub(crate) fn replace(&mut self, old: FreeBlock, new: FreeBlock) {
         let (from, to) = (class_of(old.size), class_of(new.size));
         if from == to
@@ -96,6 +97,7 @@ impl FreeIndex {
     }
 
     /// The smallest block of at least `size` bytes, and of those the one with the lowest address.
+    #[inline]
     pub(crate) fn best_fit(&self, size: u64) -> Option<FreeBlock> {
         let class = class_of(size);
         let own = self.buckets.get(class).and_then(|bucket| bucket.first_where(|block| block.size >= size));
@@ -126,16 +128,25 @@ impl FreeIndex {
         self.buckets.iter().flat_map(Bucket::iter)
     }
 
+    #[inline]
     fn insert_into(&mut self, class: usize, block: FreeBlock) {
         if class >= self.buckets.len() {
-            self.buckets.resize_with(class + 1, Bucket::default);
+            self.extend_to(class);
         }
         self.buckets[class].insert(block);
-        self.octaves |= 1 << (class / CLASSES_PER_OCTAVE);
-        self.classes[class / CLASSES_PER_OCTAVE] |= 1 << (class % CLASSES_PER_OCTAVE);
+        let octave = class / CLASSES_PER_OCTAVE;
+        self.octaves |= 1 << octave;
+        self.classes[octave] |= 1 << (class % CLASSES_PER_OCTAVE);
         self.len += 1;
     }
 
+    /// Makes room for blocks of the class.
+    #[cold]
+    fn extend_to(&mut self, class: usize) {
+        self.buckets.resize_with(class + 1, Bucket::default);
+    }
+
+    #[inline]
     fn remove_from(&mut self, class: usize, block: FreeBlock) {
         let has_more = self.buckets[class].remove(block);
         if !has_more {
@@ -149,6 +160,7 @@ impl FreeIndex {
     }
 
     /// The first block of the first class from `class` on that holds one.
+    #[inline]
     fn first_from_class(&self, class: usize) -> Option<FreeBlock> {
         let octave = class / CLASSES_PER_OCTAVE;
         let here = self.classes.get(octave)? & (u32::MAX << (class % CLASSES_PER_OCTAVE));
@@ -167,6 +179,7 @@ impl FreeIndex {
 }
 
 /// The class of a size: its value in units below 32, else its power of two and the next five bits.
+#[inline]
 fn class_of(size: u64) -> usize {
     let units = size / BLOCK_GRANULARITY;
     let exponent = units.max(1).ilog2();
@@ -191,6 +204,7 @@ enum Bucket {
 }
 
 impl Bucket {
+    #[inline]
     fn insert(&mut self, block: FreeBlock) {
         match self {
             Self::Empty => *self = Self::One(block),
@@ -200,6 +214,7 @@ impl Bucket {
     }
 
     /// Returns whether anything is left.
+    #[inline]
     fn remove(&mut self, block: FreeBlock) -> bool {
         match self {
             Self::Empty => unreachable!("the block is in the index"),
@@ -228,6 +243,7 @@ impl Bucket {
     }
 
     /// The first block for which `is_reached` holds, given that it holds for all after it.
+    #[inline]
     fn first_where(&self, is_reached: impl Fn(&FreeBlock) -> bool) -> Option<FreeBlock> {
         match self {
             Self::Empty => None,
@@ -256,6 +272,7 @@ struct Runs {
 }
 
 impl Runs {
+    #[cold]
     fn of(blocks: [FreeBlock; 2]) -> Self {
         Self { head: blocks.to_vec(), tail: Vec::new() }
     }
@@ -276,6 +293,7 @@ impl Runs {
         })
     }
 
+    #[inline(never)]
     fn insert(&mut self, block: FreeBlock) {
         let number = self.run_of(block);
         let run = self.run_mut(number);
@@ -287,6 +305,7 @@ impl Runs {
         }
     }
 
+    #[inline(never)]
     fn remove(&mut self, block: FreeBlock) {
         let number = self.run_of(block);
         let run = self.run_mut(number);

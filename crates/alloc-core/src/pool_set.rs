@@ -118,6 +118,7 @@ pub(crate) struct PoolSet {
 
 impl PoolSet {
     /// The pool for requests on `stream`, made if it is the first.
+    #[inline]
     pub(crate) fn of(&mut self, owner: Option<PrivateIx>, stream: StreamIx, class: SizeClass) -> PoolIx {
         match owner {
             None => self.of_default(stream, class),
@@ -129,6 +130,11 @@ impl PoolSet {
         if let Some(Some(pool)) = self.defaults.get(stream.index()).map(|pools| pools[class.index()]) {
             return pool;
         }
+        self.add_default(stream, class)
+    }
+
+    #[cold]
+    fn add_default(&mut self, stream: StreamIx, class: SizeClass) -> PoolIx {
         let pool = self.add(None, stream, class);
         if self.defaults.len() <= stream.index() {
             self.defaults.resize(stream.index() + 1, [None; 2]);
@@ -137,6 +143,7 @@ impl PoolSet {
         pool
     }
 
+    #[cold]
     fn of_private(&mut self, private: PrivateIx, stream: StreamIx, class: SizeClass) -> PoolIx {
         self.private_mut(private).is_silent = false;
         let is_it = |pool: &&PoolIx| self[**pool].stream == stream && self[**pool].class == class;
@@ -171,6 +178,7 @@ impl PoolSet {
     }
 
     /// The state of idle memory of the pool.
+    #[inline]
     pub(crate) fn idle_state(&self, pool: PoolIx) -> BlockState {
         if self.is_live(pool) { BlockState::Free } else { BlockState::Quarantined }
     }

@@ -230,6 +230,7 @@ impl Stats {
         }
     }
 
+    #[inline]
     pub(crate) fn on_allocated(&mut self, weight: Weight, oversize: bool) {
         let Weight { class, size, requested } = weight;
         self.allocation.add(class, 1);
