@@ -58,7 +58,7 @@ pub(crate) fn malloc(size: usize, device: i32, stream: StreamHandle) -> Result<O
     let pool = backend.route(device, stream);
     let caller = recording::caller(Call::Malloc);
     let result = guarded(|| Ok(backend.malloc(size as u64, device, stream, pool)?));
-    drop(caller);
+    recording::end(caller);
     if let Err(Failure::Allocator(AllocError::OutOfMemory(report))) = &result {
         observers::notify(report);
     }
@@ -71,26 +71,29 @@ pub(crate) fn malloc(size: usize, device: i32, stream: StreamHandle) -> Result<O
 /// The device is only a hint: torch may pass a stale one.
 pub(crate) fn free(pointer: Option<DevicePtr>, device: i32) -> bool {
     let Some(pointer) = pointer else { return false };
-    let hint = DeviceId(u32::try_from(device).unwrap_or(0));
-    let _caller = process::for_notice().and_then(|_| recording::caller(Call::Free));
     // Where nothing may be done any more, all that was inherited or is left counts as taken.
-    let mut is_taken = true;
-    notice(|backend| {
+    let Some(backend) = process::for_notice() else { return true };
+    let hint = DeviceId(u32::try_from(device).unwrap_or(0));
+    let caller = recording::caller(Call::Free);
+    let freed = catch_unwind(AssertUnwindSafe(|| {
         sharing::on_free(pointer);
-        match backend.free(pointer, hint) {
-            FreeOutcome::Freed | FreeOutcome::Null => {}
-            FreeOutcome::Leaked => count(&LEAKED_FREES),
-            FreeOutcome::NotOurs => {
-                is_taken = false;
-                count(&FOREIGN_POINTERS);
-            }
-            FreeOutcome::Repeated => {
-                is_taken = false;
-                count(&REPEATED_FREES);
-            }
+        backend.free(pointer, hint)
+    }));
+    recording::end(caller);
+    match freed {
+        Ok(FreeOutcome::Freed | FreeOutcome::Null) => return true,
+        Ok(FreeOutcome::Leaked) => count(&LEAKED_FREES),
+        Err(_) => count(&CAUGHT_PANICS),
+        Ok(FreeOutcome::NotOurs) => {
+            count(&FOREIGN_POINTERS);
+            return false;
         }
-    });
-    is_taken
+        Ok(FreeOutcome::Repeated) => {
+            count(&REPEATED_FREES);
+            return false;
+        }
+    }
+    true
 }
 
 /// Notes that work on `stream` uses the memory at `pointer`, so that its free waits for that work.

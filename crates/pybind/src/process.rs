@@ -104,21 +104,26 @@ pub(crate) fn install(settings: &Settings, backend: Backend) -> Result<bool, Set
 /// [`Failure`] if there is no allocator or none that may be used any more.
 #[inline]
 pub(crate) fn for_request() -> Result<&'static Backend, Failure> {
+    for_notice().ok_or_else(refusal)
+}
+
+/// Why there is no allocator that may be used.
+#[cold]
+fn refusal() -> Failure {
     match phase() {
-        Phase::InUse | Phase::Idle => match INSTALLED.get() {
-            Some(installed) => Ok(&installed.backend),
-            None => Err(Failure::NotEnabled),
-        },
-        Phase::Absent => Err(Failure::NotEnabled),
-        Phase::Forked => Err(Failure::Forked),
-        Phase::Exiting => Err(Failure::Exiting),
+        Phase::Absent | Phase::Idle | Phase::InUse => Failure::NotEnabled,
+        Phase::Forked => Failure::Forked,
+        Phase::Exiting => Failure::Exiting,
     }
 }
 
 /// The allocator, for a call that has nothing to report and is skipped where it would be of no use.
 #[inline]
 pub(crate) fn for_notice() -> Option<&'static Backend> {
-    for_request().ok()
+    match phase() {
+        Phase::Idle | Phase::InUse => INSTALLED.get().map(|installed| &installed.backend),
+        Phase::Absent | Phase::Forked | Phase::Exiting => None,
+    }
 }
 
 /// Notes that the driver is in use from now on: a forked child can no longer use it, and the end of the process has to

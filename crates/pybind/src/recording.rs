@@ -83,13 +83,28 @@ impl Drop for Caller {
     }
 }
 
-/// Takes the stack of the present call, if such calls do. Must be called under no lock: it may wait for the GIL.
+/// Takes the stack of the present call, if such calls do; [`end`] says that the call is over. Must be called under no
+/// lock: it may wait for the GIL.
 #[inline]
 pub(crate) fn caller(call: Call) -> Option<Caller> {
     if TAKES.load(Ordering::Relaxed) < call as u8 {
         return None;
     }
     Some(take_stack())
+}
+
+/// The call that [`caller`] was asked about is over.
+#[inline]
+pub(crate) fn end(caller: Option<Caller>) {
+    // Dropping an option would call a function whatever it holds.
+    if let Some(caller) = caller {
+        end_taken(caller);
+    }
+}
+
+#[cold]
+fn end_taken(caller: Caller) {
+    drop(caller);
 }
 
 #[cold]
@@ -225,7 +240,7 @@ pub(crate) fn annotate(address: DevicePtr, text: &str) {
     set_label(text);
     let caller = caller(Call::Malloc);
     backend.annotate(address);
-    drop(caller);
+    end(caller);
     LABEL.set(before);
 }
 
