@@ -6,22 +6,32 @@
 namespace rallocator {
 namespace {
 
-// The device of this thread's latest allocation: where its next free is looked for first.
-thread_local DeviceIndex recent_device = 0;
+// What a thread's last calls were about, which is nearly always what the next are about.
+struct Recent {
+  // Of the latest allocation: where the next free is looked for first.
+  DeviceIndex device = 0;
+  // A stream other than the default one, by its device and id, which always stand for the same.
+  DeviceIndex stream_device = -1;
+  c10::StreamId stream_id = 0;
+  cudaStream_t stream = nullptr;
+};
 
-// The current stream of the device. Which stream an id stands for never changes, so the last one is remembered.
+// One variable, since finding any of them costs a call.
+thread_local Recent recent;
+
+// The current stream of the device.
 cudaStream_t current_stream(DeviceIndex device) {
-  thread_local std::pair<c10::StreamId, cudaStream_t> last{0, nullptr};
   const auto stream = c10::cuda::getCurrentCUDAStream(device);
   if (stream.id() == 0) {
     return nullptr;
   }
-  thread_local DeviceIndex last_device = -1;
-  if (C10_UNLIKELY(last.first != stream.id() || last_device != device)) {
-    last = {stream.id(), stream.stream()};
-    last_device = device;
+  auto& last = recent;
+  if (C10_UNLIKELY(last.stream_id != stream.id() || last.stream_device != device)) {
+    last.stream = stream.stream();
+    last.stream_id = stream.id();
+    last.stream_device = device;
   }
-  return last.second;
+  return last.stream;
 }
 
 class Memory : public CUDAAllocator {
@@ -50,7 +60,7 @@ class Memory : public CUDAAllocator {
 
   void raw_delete(void* address) override {
     tell_of_free(address);
-    if (address && !api->take_back(address, recent_device)) {
+    if (address && !api->take_back(address, recent.device)) {
       C10_THROW_ERROR(Error, "invalid device pointer: " + std::to_string(reinterpret_cast<uintptr_t>(address)));
     }
   }
@@ -276,7 +286,7 @@ class Memory : public CUDAAllocator {
     if (C10_UNLIKELY(status != RALLOCATOR_OK)) {
       report_failure(status, size, device);
     }
-    recent_device = device;
+    recent.device = device;
     if (C10_UNLIKELY(c10::memoryProfilingEnabled())) {
       tell_profiler(address, device, 1);
     }
@@ -289,12 +299,12 @@ class Memory : public CUDAAllocator {
   // The deleter of every tensor's memory. Never raises: it runs in destructors.
   static void give_back(void* address) {
     tell_of_free(address);
-    api->free(address, recent_device);
+    api->free(address, recent.device);
   }
 
   static void tell_of_free(void* address) {
     if (C10_UNLIKELY(c10::memoryProfilingEnabled())) {
-      tell_profiler(address, recent_device, -1);
+      tell_profiler(address, recent.device, -1);
     }
     if (const auto* interpreter = c10::impl::GPUTrace::get_trace(); C10_UNLIKELY(interpreter != nullptr)) {
       (*interpreter)->trace_gpu_memory_deallocation(DEVICE_TYPE, reinterpret_cast<uintptr_t>(address));
