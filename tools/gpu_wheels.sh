@@ -1,9 +1,10 @@
 #!/bin/sh
-# Downloads the packages that tests/gpu needs and that the GPU machine's image lacks, as wheels that can be carried there.
+# Downloads the packages that tests need and that the GPU machine's image lacks, as wheels that can be carried there.
 #
 # Run it in the repository's root, with a network. The wheels land in .whl, which git is told to ignore; there,
 # `python3 -m pip install --no-index --no-deps --target DIR .whl/*.whl` installs them. All are for CPython 3.12 on
-# x86-64 Linux. Only the notebook test needs them: a notebook client, a kernel, and what those two need beyond the image.
+# x86-64 Linux. The notebook test of tests/gpu needs a notebook client, a kernel, and what those two need beyond the
+# image; torch's own tests (tools/torch_tests.py) need expecttest.
 set -eu
 
 packages="
@@ -12,6 +13,7 @@ packages="
   fastjsonschema==2.22.3 jsonschema==4.26.0 jsonschema-specifications==2025.9.1 referencing==0.37.0 rpds-py==2026.9.1
   ipython_pygments_lexers==1.1.1 matplotlib-inline==0.2.2 prompt_toolkit==3.0.53 wcwidth==0.9.4 jedi==0.20.1
   parso==0.8.7 pexpect==4.9.0 ptyprocess==0.7.0 stack-data==0.6.3 asttokens==3.0.2 executing==2.3.0 pure_eval==0.2.4
+  expecttest==0.3.0
 "
 
 # pip matches each platform tag exactly, so the older ones are named too.

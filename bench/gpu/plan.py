@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-SECTIONS = ("contract", "tests", "checksums", "workloads", "host_cost")
+DEFAULT_SECTIONS = ("contract", "tests", "checksums", "workloads", "host_cost")
+SECTIONS = (*DEFAULT_SECTIONS, "torch_tests")
+"""The last takes most of a session for itself, and what `tools/torch_tests.py` has fetched."""
 
 NATIVE = "native"
 OURS = ("rallocator-pluggable", "rallocator-bridge")
@@ -39,6 +41,7 @@ def plan(options: argparse.Namespace, scratch: Path) -> list[Step]:
         "checksums": _checksums,
         "workloads": _workloads,
         "host_cost": _host_cost,
+        "torch_tests": _torch_tests,
     }
     return [step for section in options.sections for step in makers[section](options, scratch)]
 
@@ -86,6 +89,18 @@ def _host_cost(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
     arguments = ("--extension", str(rawbench_folder(scratch)))
     for round_number, kind in _alternating(options):
         yield _bench("host_cost", "host_cost", kind, round_number, scratch, arguments)
+
+
+def _torch_tests(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
+    """All routes in one step: their processes alternate, and it ends by itself before it would be killed."""
+    result = scratch / "torch-tests.json"
+    limit_s = options.torch_tests_limit_s
+    command = (
+        *(sys.executable, "-m", "bench.gpu.torch_tests.supervisor", "--json", str(result)),
+        *("--log", str(options.out / "torch_tests_output.log"), "--limit-s", str(limit_s - 15)),
+        *("--workers", str(options.torch_tests_workers)),
+    )
+    yield Step("torch_tests", "torch's own tests", command, limit_s=limit_s, least_s=60, result=result)
 
 
 def _alternating(options: argparse.Namespace) -> Iterator[tuple[int, str]]:

@@ -1,6 +1,6 @@
 """One session on a GPU machine: tests, the driver's contract, checksums and timings, in one bounded call.
 
-usage: python -m bench.gpu.session --out DIR [--sections contract,tests,checksums,workloads,host_cost]
+usage: python -m bench.gpu.session --out DIR [--sections contract,tests,checksums,workloads,host_cost,torch_tests]
                                    [--budget-s 540] [--commit HASH] ...
 
 Every step is a process of its own with a time limit, so that none can take the session down; steps that no longer fit
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.junit import read_junit
-from bench.gpu.plan import OURS, SECTIONS, Step, plan, rawbench_folder
+from bench.gpu.plan import DEFAULT_SECTIONS, OURS, SECTIONS, Step, plan, rawbench_folder
 from bench.gpu.summary import summarize
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -53,6 +53,7 @@ class Session:
             "runs": [],
             "tests": [],
             "contract": None,
+            "torch_tests": [],
         }
 
     def elapsed_s(self) -> float:
@@ -125,6 +126,9 @@ class Session:
             self.results["tests"] += read_junit(step.result)
             return
         document = json.loads(step.result.read_text())
+        if step.section == "torch_tests":
+            self.results["torch_tests"] = document["rows"]
+            return
         document.update(section=step.section, round=step.round)
         self.results["runs"].append(document)
 
@@ -161,7 +165,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Run tests and benches on a GPU machine within a time budget.")
     parser.add_argument("--out", type=Path, required=True, help="folder for results.json and the logs")
-    parser.add_argument("--sections", default=",".join(SECTIONS), help=f"some of {','.join(SECTIONS)}, in any order")
+    parser.add_argument(
+        "--sections",
+        default=",".join(DEFAULT_SECTIONS),
+        help=f"some of {','.join(SECTIONS)}, in any order; without this option all but torch_tests",
+    )
     parser.add_argument("--budget-s", type=int, default=540, help="end within so many seconds (default 540)")
     parser.add_argument("--commit", default=os.environ.get("RALLOCATOR_COMMIT", "unknown"), help="recorded in results")
     parser.add_argument("--rounds", type=int, default=2, help="how often each pair of allocators is timed")
@@ -171,6 +179,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--workload", action="append", default=[], help="only this workload (repeatable)")
     parser.add_argument("--workers", type=int, default=8, help="test processes side by side (needs pytest-xdist)")
     parser.add_argument("--tests-limit-s", type=int, default=240, help="limit for each of the two runs of pytest")
+    parser.add_argument("--torch-tests-limit-s", type=int, default=345, help="limit for torch's own tests")
+    parser.add_argument("--torch-tests-workers", type=int, default=14, help="processes of torch's tests side by side")
     parser.add_argument("--pytest", action="append", default=[], help="a further argument for pytest (repeatable)")
     parser.add_argument("--contract", type=Path, default=ROOT / "dist" / "contract_cuda", help="the contract program")
     parser.add_argument("--contract-arg", action="append", default=[], help="an argument for it (repeatable)")

@@ -14,6 +14,7 @@ from bench.gpu.comparison import (
     rows_of,
     step_time_ratios,
 )
+from bench.gpu.torch_tests import comparison as torch_tests
 
 
 def summarize(results: Results) -> str:
@@ -31,6 +32,7 @@ def summarize(results: Results) -> str:
         lines += [f"  {count} skipped: {reason}" for reason, count in reasons.items()]
     if results["contract"]:
         lines.append(f"contract: exit code {results['contract']['exit_code']}")
+    lines += _torch_tests(results)
     for comparison in checksums(results):
         lines.append(
             f"checksum {comparison.workload:16s} native {' '.join(f'{value:.9g}' for value in comparison.native)}"
@@ -51,6 +53,16 @@ def _steps(results: Results) -> list[str]:
         f"{step['outcome']:9s} {step['seconds']:6.1f} s  {step['name']}"
         + ("" if step["outcome"] == "done" else f" ({step['detail']})")
         for step in results["steps"]
+    ]
+
+
+def _torch_tests(results: Results) -> list[str]:
+    rows = results.get("torch_tests", [])
+    lines = [f"torch's tests: {count.route}: {count}" for count in torch_tests.counts(rows)]
+    lines += [f"  {row['outcome']:8s} {row['name']}: {row['message'][:160]}" for row in rows if not row["route"]]
+    return lines + [
+        f"  {row['outcome']:8s} {row['name'].partition('::')[2]}: {row['message'][:120]}"
+        for row in torch_tests.differences(rows, torch_tests.BRIDGE)
     ]
 
 
