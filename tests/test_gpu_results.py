@@ -12,6 +12,10 @@ from typing import Any
 
 import pytest
 
+from bench.gpu.report import read_sessions
+from bench.gpu.torch_tests.comparison import BRIDGE, read_reasons, unexplained
+from bench.gpu.torch_tests.page import BEGIN, END
+
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
 
@@ -80,7 +84,9 @@ def results() -> dict[str, Any]:
 def write_page(results: dict[str, Any], folder: Path) -> tuple[str, list[str]]:
     """Write the page for one session. Returns it, and the options that name its files."""
     (folder / "one.json").write_text(json.dumps(results))
-    options = ["--results", str(folder), "--page", str(folder / "page.md")]
+    compatibility = folder / "compatibility.md"
+    compatibility.write_text(f"before\n{BEGIN}{END}after\n")
+    options = ["--results", str(folder), "--page", str(folder / "page.md"), "--compatibility", str(compatibility)]
     answer = run_module("bench.gpu.report", *options)
     assert answer.returncode == 0, answer.stderr
     return (folder / "page.md").read_text(), options
@@ -108,6 +114,38 @@ def test_page_sets_ours_beside_torchs(results: dict[str, Any], tmp_path: Path) -
     assert "| exit is clean (x) | passed | 7.1 |  |" in page
     assert "1 passed, 1 failed." in page
     assert "timed out" in page
+
+
+def test_what_of_torchs_tests_does_not_pass_is_listed(results: dict[str, Any], tmp_path: Path) -> None:
+    results["torch_tests"] = [
+        {"route": route, "name": name, "outcome": outcome, "seconds": 1.0, "message": "1 | 2"}
+        for route, name, outcome in (
+            ("native", "a", "passed"),
+            ("native", "b", "passed"),
+            ("native", "c", "failed"),
+            (BRIDGE, "a", "passed"),
+            (BRIDGE, "b", "hung"),
+            (BRIDGE, "c", "failed"),
+        )
+    ]
+    page, options = write_page(results, tmp_path)
+    assert "| rallocator, bridge | 1 | 1 | 0 | 0 | 1 | 0 | 0 | 1 of 2 |" in page
+    listed = (tmp_path / "compatibility.md").read_text()
+    assert listed.startswith("before\n")
+    assert listed.endswith("after\n")
+    assert "### Bridge: 1 that do not pass" in listed
+    assert "| `b` | hung | ? | 1 \\| 2 |" in listed
+    assert run_module("bench.gpu.report", "--check", *options).returncode == 0
+    (tmp_path / "compatibility.md").write_text(listed.replace("| hung |", "| passed |"))
+    assert run_module("bench.gpu.report", "--check", *options).returncode == 1
+
+
+def test_everything_of_torchs_tests_that_does_not_pass_has_its_reason() -> None:
+    files = sorted((ROOT / "docs" / "gpu-results").glob("*.json"))
+    rows: list[dict[str, Any]] = next(
+        (session["torch_tests"] for _, session in read_sessions(files) if session.get("torch_tests")), []
+    )
+    assert [(row["route"], row["name"]) for row in unexplained(rows, read_reasons())] == []
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 """Write docs/gpu-results.md from the raw results of the GPU sessions in docs/gpu-results/*.json.
 
-usage: python -m bench.gpu.report [--check] [--results DIR] [--page FILE]
+usage: python -m bench.gpu.report [--check] [--results DIR] [--page FILE] [--compatibility FILE]
 
 The page is never edited by hand: `session.py` writes the JSON, this writes the page, and `--check` fails where the two
-are out of step.
+are out of step. The list of torch's tests in docs/torch-compatibility.md is written too, from the newest session that
+ran them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from bench.gpu.comparison import (
     rows_of,
     step_time_ratios,
 )
+from bench.gpu.torch_tests.comparison import read_reasons
+from bench.gpu.torch_tests.page import count_table, listing, replace_listing
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GIB = 1 << 30
@@ -47,21 +50,46 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of step")
     parser.add_argument("--results", type=Path, default=ROOT / "docs" / "gpu-results", help="folder of raw results")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu-results.md", help="the page")
+    parser.add_argument(
+        "--compatibility",
+        type=Path,
+        default=ROOT / "docs" / "torch-compatibility.md",
+        help="the page that lists torch's tests",
+    )
     options = parser.parse_args()
-    text = page(sorted(options.results.glob("*.json")))
+    files = sorted(options.results.glob("*.json"))
+    present = options.compatibility.read_text(encoding="utf-8")
+    expected = {options.page: page(files), options.compatibility: replace_listing(present, torch_tests(files))}
     if not options.check:
-        options.page.write_text(text, encoding="utf-8")
+        for path, text in expected.items():
+            path.write_text(text, encoding="utf-8")
         return 0
-    if options.page.exists() and options.page.read_text(encoding="utf-8") == text:
-        return 0
-    print(f"{options.page} does not follow from {options.results}: run make pages", file=sys.stderr)
-    return 1
+    wrong = [path for path, text in expected.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    for path in wrong:
+        print(f"{path} does not follow from {options.results}: run make pages", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def torch_tests(files: Sequence[Path]) -> str:
+    """The list of what of torch's tests does not pass, by the newest session that ran them."""
+    sessions = [session for session in read_sessions(files) if session[1].get("torch_tests")]
+    if not sessions:
+        return listing([], [], "")
+    name, results = sessions[0]
+    machine: dict[str, Any] = results["machine"] or {}
+    what = f"[{name.removesuffix('.json')}](gpu-results/{name}), torch {machine.get('torch', 'unknown')}"
+    return listing(results["torch_tests"], read_reasons(), f"{what}, commit `{results['commit']}`")
+
+
+def read_sessions(files: Sequence[Path]) -> list[tuple[str, Results]]:
+    """Each session with the name of its file, the newest first."""
+    sessions = [(file.name, json.loads(file.read_text(encoding="utf-8"))) for file in files]
+    return sorted(sessions, key=lambda session: str((session[1]["machine"] or {}).get("date", "")), reverse=True)
 
 
 def page(files: Sequence[Path]) -> str:
     """The whole page, the newest session first."""
-    sessions = [(file.name, json.loads(file.read_text(encoding="utf-8"))) for file in files]
-    sessions.sort(key=lambda session: (session[1]["machine"] or {}).get("date", ""), reverse=True)
+    sessions = read_sessions(files)
     if not sessions:
         return HEAD + "\nNo session has been recorded yet.\n"
     return "\n".join([HEAD, *(section(name, results) for name, results in sessions)])
@@ -73,6 +101,7 @@ def section(name: str, results: Results) -> str:
         _heading(name, results),
         _steps(results),
         _tests(results),
+        _torch_tests(results),
         _contract(results),
         _checksums(results),
         _workloads(results),
@@ -116,6 +145,16 @@ def _tests(results: Results) -> str:
         for test in results["tests"]
     ]
     return f"### Tests\n\n{counts}.\n\n" + _table(["behaviour", "outcome", "s", "message"], rows)
+
+
+def _torch_tests(results: Results) -> str:
+    rows = results.get("torch_tests")
+    if not rows:
+        return ""
+    return (
+        "### torch's own tests\n\nWhich do not pass, and why, is in"
+        " [torch-compatibility.md](torch-compatibility.md#torchs-own-tests).\n\n" + count_table(rows)
+    )
 
 
 def _contract(results: Results) -> str:
