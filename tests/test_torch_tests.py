@@ -204,7 +204,11 @@ def test_only_what_passes_natively_and_not_with_us_is_a_difference() -> None:
     assert [found["name"] for found in comparison.differences(rows, comparison.BRIDGE)] == ["b", "c"]
     native, bridge = comparison.counts(rows)
     assert (native.native, bridge.of_native, bridge.outcomes["passed"]) == (3, 1, 2)
-    reasons = [comparison.Reason("b|x", (comparison.BRIDGE,), "ours to fix", "Because.")]
+    reasons = [
+        comparison.Reason("b|x", (comparison.BRIDGE,), "", "ours to fix", "Because."),
+        comparison.Reason(".*", (), "another text", "ours to fix", "Of something else."),
+        comparison.Reason(".*", (comparison.PLUGGABLE,), "", "ours to fix", "Elsewhere."),
+    ]
     assert [found["name"] for found in comparison.unexplained(rows, reasons)] == ["c"]
 
 

@@ -2,7 +2,8 @@
 
 A difference is a test that passes with torch's allocator and does not, for whatever reason, with ours. Each has its
 reason in `reasons.json`, the first entry that fits: `tests` is a pattern for the whole name, `routes` those that it
-speaks of (all of ours if it names none), `verdict` one of `VERDICTS`, `why` a sentence.
+speaks of (all of ours if it names none), `says` a pattern that the failure's text must hold, `verdict` one of
+`VERDICTS`, `why` a sentence. So an entry cannot explain away a failure of another kind than the one it was written for.
 """
 
 from __future__ import annotations
@@ -46,18 +47,21 @@ class Reason:
 
     tests: str
     routes: tuple[str, ...]
+    says: str
     verdict: str
     why: str
 
     def explains(self, row: Row) -> bool:
-        """Whether this is about that test on that route."""
-        return row["route"] in (self.routes or (PLUGGABLE, BRIDGE)) and bool(re.fullmatch(self.tests, row["name"]))
+        """Whether this is about that failure of that test on that route."""
+        return row["route"] in (self.routes or (PLUGGABLE, BRIDGE)) and bool(
+            re.fullmatch(self.tests, row["name"]) and re.search(self.says, row["message"])
+        )
 
 
 def read_reasons(path: Path = REASONS) -> list[Reason]:
     """The reasons, in the order in which they are tried."""
     return [
-        Reason(entry["tests"], tuple(entry.get("routes", ())), entry["verdict"], entry["why"])
+        Reason(entry["tests"], tuple(entry.get("routes", ())), entry["says"], entry["verdict"], entry["why"])
         for entry in json.loads(path.read_text(encoding="utf-8"))
     ]
 
