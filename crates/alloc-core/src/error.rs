@@ -82,6 +82,9 @@ pub struct OutOfMemory {
     pub virtual_memory: bool,
 }
 
+/// From so many bytes on torch does not write a request's size out.
+const EXBIBYTE: u64 = 1 << 60;
+
 impl OutOfMemory {
     /// What is in use outside this allocator: other processes, contexts, libraries.
     fn elsewhere(&self) -> u64 {
@@ -117,7 +120,8 @@ impl OutOfMemory {
 impl fmt::Display for OutOfMemory {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         // People's retry code matches the first sentence, so it is torch's to the letter.
-        write!(formatter, "CUDA out of memory. Tried to allocate {}. ", human(self.requested))?;
+        let tried = if self.requested < EXBIBYTE { human(self.requested) } else { "more than 1EB memory".to_owned() };
+        write!(formatter, "CUDA out of memory. Tried to allocate {tried}. ")?;
         write!(formatter, "GPU {} has a total capacity of {}", self.device.0, human(self.total))?;
         match self.device_free {
             Some(free) => writeln!(formatter, " of which {} is free.", human(free))?,
@@ -182,6 +186,15 @@ mod tests {
             )
         );
         assert!(text.lines().count() <= 8, "{text}");
+    }
+
+    #[test]
+    fn request_of_an_exbibyte_is_named_as_torch_names_it() {
+        let text = |requested| OutOfMemory { requested, ..report() }.to_string();
+        let begins =
+            "CUDA out of memory. Tried to allocate more than 1EB memory. GPU 0 has a total capacity of 80.00 GiB";
+        assert!(text(EXBIBYTE).starts_with(begins), "{}", text(EXBIBYTE));
+        assert!(text(EXBIBYTE - 1).starts_with("CUDA out of memory. Tried to allocate 1073741824.00 GiB."));
     }
 
     #[test]

@@ -106,6 +106,23 @@ fn a_full_device_is_an_out_of_memory_error() {
 }
 
 #[test]
+fn so_is_a_request_of_any_size_that_a_program_can_write_down() {
+    both_policies(|gpu| {
+        for (bytes, tried) in [
+            (800_000_000 << 30, "800000000.00 GiB"),
+            (1 << 62, "more than 1EB memory"),
+            (u64::MAX, "more than 1EB memory"),
+        ] {
+            let error = gpu.malloc(bytes, DEVICE, COMPUTE).unwrap_err();
+            assert!(
+                error.to_string().starts_with(&format!("CUDA out of memory. Tried to allocate {tried}.")),
+                "{error}"
+            );
+        }
+    });
+}
+
+#[test]
 fn the_programs_own_use_after_free_and_of_foreign_memory_are_told_apart() {
     let gpu = gpu();
     let block = malloc(&gpu, MIB, COMPUTE);
