@@ -126,7 +126,7 @@ def follow(result: ReplayResult, advice: Advice, change: dict[str, str | int]) -
     asked = subject.asked(
         str(change.get("policy", advice.policy)),
         budget_bytes=change.get("budget", advice.budget),
-        empty_cache_before=emptied,
+        empty_cache_before=[] if emptied is None else [int(emptied)],
         late_from=emptied,
         with_layout=False,
     )

@@ -51,7 +51,7 @@ def without_head(snapshot: dict[str, Any], share: float, path: Path) -> tuple[Pa
 
 
 @pytest.mark.parametrize("share", [0.0, 1 / 3, 1 / 2, 3 / 4, 0.9])
-@pytest.mark.parametrize("name", ["gpt_varlen", "lora_checkpoint", "kv_decode", "moe", "frames"])
+@pytest.mark.parametrize("name", ["gpt_varlen", "lora_checkpoint", "kv_decode", "moe", "frames", "fsdp1_streams"])
 def test_native_lands_on_the_recorded_peak_wherever_the_recording_begins(
     name: str, share: float, tmp_path: Path
 ) -> None:
@@ -65,6 +65,35 @@ def test_expandable_lands_on_it_within_the_recorded_limit(share: float, tmp_path
     path, peak = without_head(load("expandable_capped"), share, tmp_path / "history")
     (row,) = rallocator.replay(path, ["expandable"], "23.9GiB").rows
     assert row.peak_reserved == pytest.approx(peak, rel=0.005)
+
+
+@pytest.mark.parametrize("budget", [None, "15.8GiB"])
+@pytest.mark.parametrize("share", [0.0, 0.1, 1 / 3, 1 / 2, 3 / 4, 0.95])
+def test_so_does_what_ran_into_a_limit(share: float, budget: str | None, tmp_path: Path) -> None:
+    path, peak = without_head(load("oom_fragmented"), share, tmp_path / "history")
+    (row,) = rallocator.replay(path, ["native"], budget).rows
+    assert row.peak_reserved == pytest.approx(peak, rel=0.005)
+
+
+def test_a_range_begins_with_the_memory_that_there_was(tmp_path: Path) -> None:
+    # 60 MiB are mapped in the end: nobody used the middle, and the last third is first used in the recording.
+    base = 1 << 41
+    run = segment(
+        base,
+        (16 * MIB, "active_allocated"),
+        (24 * MIB, "inactive"),
+        (20 * MIB, "active_allocated"),
+        is_expandable=True,
+        segment_type="large",
+    )
+    events = [event("alloc", base + 40 * MIB, 20 * MIB, 1), event("alloc", 1 << 20, 512), *free(1 << 20, 512)]
+    path = write_history(tmp_path / "range", events, [run])
+    (history,) = histories(read_recording(path))
+    ((found, _, _),) = history.ranges
+    assert [(extent.size, extent.doubt is None) for extent in found.extents] == [(40 * MIB, True), (20 * MIB, False)]
+    assert found.pieces(()) == [(16 * MIB, 2, True), (24 * MIB, None, True)]
+    (row,) = rallocator.replay(path, ["expandable"]).rows
+    assert row.peak_reserved == 62 * MIB
 
 
 @needs_public_histories
@@ -134,10 +163,13 @@ def test_what_cannot_have_been_is_left_to_the_requests(tmp_path: Path) -> None:
     assert layout_of(path) == []
     expandable = segment(1 << 41, (40 * MIB, "active_allocated"), is_expandable=True)
     assert layout_of(write_history(tmp_path / "e", events, [OLD, expandable])) == []
-    # An older block that is larger than the segment that it lies in.
+
+
+def test_an_older_block_that_no_final_segment_can_have_held_lay_in_one_that_went(tmp_path: Path) -> None:
     wide = [*free(1 << 40, GIB, 1), event("alloc", 1 << 20, 512), *free(1 << 20, 512)]
-    assert layout_of(write_history(tmp_path / "w", wide, [segment(1 << 40, (30 * MIB, "inactive"))])) == []
-    (row, *_) = rallocator.replay(tmp_path / "w").rows
+    path = write_history(tmp_path / "w", wide, [segment(1 << 40, (30 * MIB, "inactive"))])
+    assert layout_of(path) == [(GIB, [(GIB, 0)], True)]
+    (row, *_) = rallocator.replay(path).rows
     assert row.peak_reserved == 1026 * MIB
 
 

@@ -265,9 +265,9 @@ class ReplaySteps:
 
     `asked` says how to replay: "policy" (the one in "config" does not count), "config" (settings in torch's grammar),
     "budget_bytes" (None for as many as it takes), "lag_us" (microseconds after it was queued that work is taken to
-    end), "handle_granularity_bytes" (a power of two), "empty_cache_before" and "late_from" (positions of steps, or
-    None), "with_layout" (whether to begin with the memory that the recording began with). The methods that take it
-    raise ValueError for what there is not, and RuntimeError for a defect.
+    end), "handle_granularity_bytes" (a power of two), "empty_cache_before" (a list of positions of steps), "late_from"
+    (such a position, or None), "with_layout" (whether to begin with the memory that the recording began with). The
+    methods that take it raise ValueError for what there is not, and RuntimeError for a defect.
     """
 
     def __new__(
@@ -297,16 +297,34 @@ class ReplaySteps:
         """
 
     def __len__(self) -> int: ...
-    def after(self, layout: list[tuple[int, int, int, list[tuple[int, int | None]]]]) -> ReplaySteps:
+    def after(
+        self, layout: list[tuple[int, int, int, int, bool | None, list[tuple[int, int | None, bool]]]]
+    ) -> ReplaySteps:
         """Return the same program with memory that there is before its first step, where "with_layout" asks for it.
 
         Arguments:
-            layout: of each segment its bytes, stream, pool and pieces; of each piece its bytes and the allocation that
-                had it, or None.
+            layout: of each segment its address, bytes, stream, pool, whether it is a range for small requests (None if
+                it is no range) and pieces; of each piece its bytes, the allocation that had it or None, and whether
+                there was memory. Addresses are names.
         """
 
     def growth(self, asked: dict[str, Any]) -> list[int]:
         """Return the steps in which more memory was obtained from the driver than there was before."""
+
+    def follow(
+        self, asked: dict[str, Any], *, places: list[int | None], most_steps: int
+    ) -> tuple[list[tuple[int, int]], int, int]:
+        """Find out when the recorded program emptied its cache, from where its blocks lay. Policy native, no budget.
+
+        Arguments:
+            asked: how to replay; "empty_cache_before" is what is known already.
+            places: for each step the address of the block that it allocates, or None where that tells nothing.
+            most_steps: how many may be replayed for it, beyond one run; with 0 nothing is inferred.
+
+        Returns:
+            The steps before which the cache was emptied, each with the bytes that would have been reserved after it
+            otherwise; the most that was reserved; the number of blocks that lay where this cannot explain.
+        """
 
     def changed(
         self, *, merge_streams: bool = False, merge_pools: bool = False, free_at_once: bool = False

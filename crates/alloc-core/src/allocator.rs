@@ -5,6 +5,8 @@
 //! host waits and the user's callback under none. So a miss drops the fast lock, takes slow, then fast, searches again,
 //! lets the state make a plan, drops fast, carries the plan out, takes fast, commits, and climbs on.
 
+#[cfg(feature = "sim")]
+mod chosen;
 mod devices;
 mod pools;
 mod report;

@@ -28,6 +28,9 @@
 //! # Ok::<(), alloc_core::replay::ReplayError>(())
 //! ```
 
+mod follow;
+#[cfg(test)]
+mod follow_tests;
 mod layout;
 mod minimum;
 mod queues;
@@ -49,7 +52,8 @@ use crate::driver::sim::{SimDriver, SimError, SimOptions};
 use crate::error::AllocError;
 use crate::id::{DeviceId, DevicePtr, PoolId, StreamHandle};
 use crate::snapshot::SegmentPicture;
-pub use layout::{PlacedPiece, PlacedSegment};
+pub use follow::{Emptied, Followed, follow};
+pub use layout::{Holder, PlacedPiece, PlacedSegment};
 pub use minimum::minimum_budget;
 use queues::Queues;
 use timeline::Recorder;
@@ -109,7 +113,9 @@ fn run(steps: &[Step], count: usize, options: &Options, with_timeline: bool) -> 
     let (smallest_bytes, largest_bytes) = CARD_BYTES;
     if let Some(budget_bytes) = options.budget_bytes {
         // Twice the budget, so that it is the limit that is met, and a power of two, so that it is an exact fraction.
-        let card_bytes = budget_bytes.saturating_mul(2).next_power_of_two();
+        // With a layout, that has room for its holes too.
+        let placed = options.layout.iter().flat_map(|layout| layout.iter()).map(|segment| segment.size).sum();
+        let card_bytes = budget_bytes.max(placed).saturating_mul(2).next_power_of_two();
         let fraction = budget_bytes as f64 / card_bytes as f64;
         return Replay::begin(steps.len(), options, card_bytes, fraction, with_timeline)?.run(&steps[..count]);
     }
@@ -156,9 +162,10 @@ struct Replay {
     allocated: u64,
     peak_allocated: u64,
     ooms: u64,
-    is_limited: bool,
+    budget_bytes: Option<u64>,
     stops_at_failure: bool,
-    empty_cache_before: Option<usize>,
+    /// Positions that are still to come, the next one last.
+    empty_cache_before: Vec<usize>,
     late_from: Option<usize>,
     peak_reserved_late: u64,
     recorder: Option<Recorder>,
@@ -211,9 +218,9 @@ impl Replay {
             allocated: 0,
             peak_allocated: 0,
             ooms: 0,
-            is_limited: options.budget_bytes.is_some(),
+            budget_bytes: options.budget_bytes,
             stops_at_failure: options.stop_at_failure,
-            empty_cache_before: options.empty_cache_before,
+            empty_cache_before: ordered(&options.empty_cache_before),
             late_from: options.late_from,
             peak_reserved_late: 0,
             recorder,
@@ -226,7 +233,7 @@ impl Replay {
             if let Some(recorder) = &self.recorder {
                 recorder.begin(step);
             }
-            if self.empty_cache_before == Some(step) {
+            if self.is_emptied_before(step) {
                 self.allocator.empty_cache()?;
             }
             self.take(action).map_err(|failure| failure.at(step))?;
@@ -243,6 +250,11 @@ impl Replay {
         }
         self.allocator.driver().check()?;
         Ok(self)
+    }
+
+    /// Whether the cache is to be emptied before `step`; to be asked step by step.
+    fn is_emptied_before(&mut self, step: usize) -> bool {
+        self.empty_cache_before.pop_if(|next| *next <= step).is_some()
     }
 
     fn take(&mut self, action: Action) -> Result<(), Failure> {
@@ -271,7 +283,7 @@ impl Replay {
                     State::Freed => return Err(Failure::Allocation(allocation, "was freed before")),
                 }
             }
-            Action::Try { size, stream, pool } if self.is_limited => {
+            Action::Try { size, stream, pool } if self.budget_bytes.is_some() => {
                 if let State::Live { address, .. } = self.allocate(size, stream, pool)? {
                     self.free(address, size, stream, None)?;
                 }
@@ -408,6 +420,14 @@ fn is_out_of_memory(error: &AllocError) -> bool {
         AllocError::Driver(error) => DriverError::is_out_of_memory(*error),
         _ => false,
     }
+}
+
+/// Each position once, from the last to the first.
+fn ordered(positions: &[usize]) -> Vec<usize> {
+    let mut positions = positions.to_vec();
+    positions.sort_unstable_by(|one, other| other.cmp(one));
+    positions.dedup();
+    positions
 }
 
 fn rounded(size: u64) -> u64 {

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use alloc_core::config::{Config, Policy};
 use alloc_core::id::{PoolId, StreamHandle};
-use alloc_core::replay::{Action, Options, Outcome, PlacedPiece, PlacedSegment, ReplayError, Step, Timeline};
-use alloc_core::size::{REQUEST_MAX, block_size, segment_size};
+use alloc_core::replay::{Action, Holder, Options, Outcome, PlacedPiece, PlacedSegment, ReplayError, Step, Timeline};
+use alloc_core::size::{REQUEST_MAX, SizeClass, block_size, segment_size};
 use alloc_core::snapshot::SegmentPicture;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -55,7 +55,7 @@ struct Asked {
     budget_bytes: Option<u64>,
     lag_us: u64,
     handle_granularity_bytes: u64,
-    empty_cache_before: Option<usize>,
+    empty_cache_before: Vec<usize>,
     late_from: Option<usize>,
     with_layout: bool,
 }
@@ -117,12 +117,21 @@ impl ReplaySteps {
         Ok(Self { steps: Arc::new(steps), layout: None })
     }
 
-    /// The same steps, after the memory that the recording began with: of each segment its size, stream, pool and pieces,
-    /// and of each piece its size and the allocation that had it.
+    /// The same steps, after the memory that the recording began with: of each segment its address, size, stream, pool,
+    /// whether it is a range for small requests, and pieces, and of each piece its size, the allocation that had it, and
+    /// whether there was memory.
     fn after(&self, layout: Vec<PlainPlaced>) -> Self {
-        let segment = |(size, of_stream, of_pool, pieces): PlainPlaced| {
-            let pieces = pieces.into_iter().map(|(size, allocation)| PlacedPiece { size, allocation }).collect();
-            PlacedSegment { size, stream: stream(of_stream), pool: pool(of_pool), pieces }
+        let piece = |(size, allocation, is_memory): PlainPiece| {
+            let unheld = if is_memory { Holder::Cache } else { Holder::Hole };
+            PlacedPiece { size, holder: allocation.map_or(unheld, Holder::Allocation) }
+        };
+        let segment = |(address, size, of_stream, of_pool, is_small_range, pieces): PlainPlaced| PlacedSegment {
+            address,
+            size,
+            stream: stream(of_stream),
+            pool: pool(of_pool),
+            range: is_small_range.map(|is_small: bool| if is_small { SizeClass::Small } else { SizeClass::Large }),
+            pieces: pieces.into_iter().map(piece).collect(),
         };
         let layout: Vec<_> = layout.into_iter().map(segment).collect();
         Self { steps: Arc::clone(&self.steps), layout: (!layout.is_empty()).then(|| Arc::new(layout)) }
@@ -132,6 +141,27 @@ impl ReplaySteps {
     fn growth(&self, py: Python<'_>, asked: Asked) -> PyResult<Vec<usize>> {
         let options = asked.options(self.layout.as_ref())?;
         py.detach(|| alloc_core::replay::growth(&self.steps, &options)).map_err(|error| defect(&error))
+    }
+
+    /// Follows the recording; see `rallocator._core.pyi`.
+    #[pyo3(signature = (asked, *, places, most_steps))]
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "the column comes from a list of Python's and has no other owner"
+    )]
+    fn follow(
+        &self,
+        py: Python<'_>,
+        asked: Asked,
+        places: Vec<Option<u64>>,
+        most_steps: usize,
+    ) -> PyResult<PlainFollowed> {
+        let options = asked.options(self.layout.as_ref())?;
+        let followed = py
+            .detach(|| alloc_core::replay::follow(&self.steps, &places, &options, most_steps))
+            .map_err(|error| defect(&error))?;
+        let emptied = followed.emptied.iter().map(|one| (one.step, one.wanted)).collect();
+        Ok((emptied, followed.peak_reserved, followed.contradictions))
     }
 
     fn __len__(&self) -> usize {
@@ -232,8 +262,14 @@ pub(crate) fn native_segment_size(size: u64) -> u64 {
     segment_size(block_size(size.min(REQUEST_MAX), &config), &config)
 }
 
-/// Size, stream, pool, pieces; and of each its size and allocation.
-type PlainPlaced = (u64, u64, u64, Vec<(u64, Option<usize>)>);
+/// Address, size, stream, pool, whether it is a range for small requests (or no range), pieces.
+type PlainPlaced = (u64, u64, u64, u64, Option<bool>, Vec<PlainPiece>);
+
+/// Size, allocation, whether there was memory.
+type PlainPiece = (u64, Option<usize>, bool);
+
+/// When the cache was emptied, as step and bytes that were wanted; the most reserved; blocks that cannot be explained.
+type PlainFollowed = (Vec<(usize, u64)>, u64, usize);
 
 /// Address, size, blocks; and of each its address, size and state.
 type PlainSegment = (u64, u64, Vec<(u64, u64, &'static str)>);

@@ -36,6 +36,12 @@ LEAST_BYTES = 32 << 20
 LEAST_TAIL = 0.25
 """Cached memory counts as unused if nothing used it for at least this share of the steps, to the very end."""
 
+WITHOUT_BEGINNING = (
+    "The recording begins in the middle of a run: these figures are without the memory that was cached then, so that "
+    "all policies begin alike."
+)
+"""What is said with each finding about such a recording. Only the recorded policy could begin with that memory."""
+
 AMPLE_BYTES = 4 << 40
 """A budget that no program exceeds: under one, what the recorded program was refused is asked for too."""
 
@@ -115,7 +121,7 @@ class _Examination:
         self._replays: dict[tuple[str, str, int | None], dict[str, Any]] = {}
         for row in rows:
             # The recorded policy's row may have begun with memory that the replays here begin without.
-            if row.policy != self._policy or not subject.history.layout:
+            if row.policy != self._policy or not subject.history.begins_midway:
                 self._replays[row.policy, "", subject.settings.budget_bytes] = row.to_json()
         self._changed = {"": steps}
         columns = subject.history.steps
@@ -213,11 +219,12 @@ class _Examination:
         step, unused = _lasting_fall(array.array("Q", self._steps.held()))
         if not _matters(unused, self._reserved(self._policy)):
             return None
+        known: list[int] = self._subject.asked(self._policy, budget_bytes=None)["empty_cache_before"]
         before, after = (
             self._subject.figures(
                 self._policy, budget_bytes=None, late_from=step, empty_cache_before=emptied, with_layout=False
             )["peak_reserved_late"]
-            for emptied in (None, step)
+            for emptied in (known, [*known, step])
         )
         if not _matters(before - after, before):
             return None
@@ -240,6 +247,8 @@ class _Examination:
     def _advice(
         self, cause: str, text: str, remedies: tuple[Remedy, ...], *, saved: int, peak_reserved: int | None = None
     ) -> Advice:
+        if self._subject.history.cached_at_beginning >= LEAST_BYTES:
+            text = f"{text} {WITHOUT_BEGINNING}"
         if peak_reserved is None:
             peak_reserved = self._replay(self._policy, "", self._limit)["peak_reserved"]
         return Advice(cause, text, self._policy, self._limit, peak_reserved, saved, remedies)

@@ -7,12 +7,16 @@ else is read out of them.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rallocator._replay.layout import Candidate, OldBlock, candidates
+from rallocator._replay.emptied import captures, left_segments
+from rallocator._replay.gone import Touch, segments_at_beginning
+from rallocator._replay.layout import Candidate, OldBlock, candidates, overlap
 from rallocator._replay.pools import infer_pools
+from rallocator._replay.ranges import OldRange, ranges_at_beginning
 from rallocator._replay.recording import DEFAULT_POOL, PoolPair, Recording, Segment, Trace
 from rallocator._replay.state import MemoryState, memory_state
 from rallocator._replay.steps import Kind, Steps
@@ -61,8 +65,26 @@ class History:
     """The memory when the recording ended; None if the file shows no segment."""
     layout: tuple[tuple[Candidate, int, int], ...] = ()
     """The segments that may have been there when the recording began, with the numbers of their streams and pools."""
+    ranges: tuple[tuple[OldRange, int, int], ...] = ()
+    """The memory of expandable segments that may have been there then, with the numbers of its streams and pools."""
+    places: tuple[int | None, ...] | None = None
+    """For each step the address of the block that it allocates, if those tell of memory that was given back."""
+    captures: tuple[int, ...] = ()
+    """The steps before which a graph's capture began, as far as its private pool shows."""
     frames: tuple[object, ...] = ()
     """By whom each allocation was made, by its number, as the file has it. Empty where frames are not kept."""
+
+    @property
+    def begins_midway(self) -> bool:
+        """Whether it is known with what memory it began, since it began in the middle of a run."""
+        return bool(self.layout or self.ranges)
+
+    @property
+    def cached_at_beginning(self) -> int:
+        """Bytes that surely were cached when it began."""
+        pieces = [piece for one, _, _ in self.layout if one.doubt is None for piece in one.pieces]
+        of_ranges = [(size, held) for one, _, _ in self.ranges for size, held, is_memory in one.pieces(()) if is_memory]
+        return sum(size for size, allocation in [*pieces, *of_ranges] if allocation is None)
 
 
 def histories(recording: Recording, streams: Streams = Streams.KEEP) -> list[History]:
@@ -94,17 +116,28 @@ def _history(recording: Recording, device: int, streams: Streams, *, recorded: b
     else:
         reason = STATE_ONLY
     is_expandable = "segment_map" in trace.actions or any(segment.is_expandable for segment in segments)
-    return History(
+    policy = recording.policy or ("expandable" if is_expandable else "native")
+    history = History(
         device,
         reason,
         walk.events,
         Steps() if reason else steps,
         peak,
-        recording.policy or ("expandable" if is_expandable else "native"),
+        policy,
         _recorded_limit(trace, levels),
         memory_state(segments),
-        () if reason else walk.layout(),
-        tuple(walk.frames),
+        frames=tuple(walk.frames),
+    )
+    if reason is not None:
+        return history
+    follows = recording.tells_places and policy == "native" and not is_expandable
+    places = walk.places(steps) if follows else None
+    return dataclasses.replace(
+        history,
+        layout=walk.layout(device, finds_gone=follows),
+        ranges=walk.ranges() if recording.tells_places and policy == "expandable" else (),
+        places=places,
+        captures=walk.captures(steps),
     )
 
 
@@ -171,6 +204,9 @@ class _Walk:
         """Addresses whose free was requested and has not completed: the step that is to know when it does, if any."""
         self._freed_older: set[int] = set()
         self._old_blocks: list[OldBlock] = []
+        self._old_touches: list[Touch] = []
+        self._allocated: list[int] = []
+        """The allocations of the recording, in the order of time."""
         """Those and the blocks that outlived the recording."""
         self._first_allocations: dict[int, tuple[int, int]] = {}
         """The bytes asked for at first and the allocation, by address, in the order of time."""
@@ -223,6 +259,7 @@ class _Walk:
         self._complete(address, self._times_us[index])
         self._freed_older.discard(address)
         self._live[address] = self._number(self._event_frames[index] if self._event_frames else None)
+        self._allocated.append(self._live[address])
         self._first_allocations.setdefault(address, (self._sizes[index], self._live[address]))
         self._steps.add(Kind.ALLOCATE, self._live[address], *self._request(index))
 
@@ -242,6 +279,9 @@ class _Walk:
             size, stream, pool, _ = self._request(index)
             if address not in self._first_allocations:
                 self._old_blocks.append(OldBlock(address, size, allocation))
+                self._old_touches.append(
+                    Touch(address, size, self._raw_streams[index], self._pools[index], is_old=True)
+                )
             self._freed_older.add(address)
             self._older.add(Kind.ALLOCATE, allocation, size, stream, pool, 0)
         self._steps.add(kind, allocation, 0, 0, 0, self._times_us[index])
@@ -263,14 +303,54 @@ class _Walk:
                     stream, pool = self._stream(segment.stream), self._pool(segment.pool)
                     outlived.add(Kind.ALLOCATE, self._number(block.frames), block.requested, stream, pool, 0)
                     self._old_blocks.append(OldBlock(block.address, block.size, self._allocations - 1))
+                    self._old_touches.append(
+                        Touch(block.address, block.requested, segment.stream, segment.pool, is_old=True, outlived=True)
+                    )
         return outlived
 
-    def layout(self) -> tuple[tuple[Candidate, int, int], ...]:
+    def layout(self, device: int, *, finds_gone: bool) -> tuple[tuple[Candidate, int, int], ...]:
         """Return what the recording may have begun with; to be asked for after the walk."""
         if self._merged:
             return ()
-        found = candidates(self._segments, self._old_blocks, self._first_allocations)
+        segments, gone = self._segments, list[Segment]()
+        if self._old_blocks and finds_gone and not overlap(segments):
+            segments, gone = segments_at_beginning(device, segments, list(self._touches()))
+        found = candidates([*segments, *gone], self._old_blocks, self._first_allocations)
         return tuple((one, self._stream(one.segment.stream), self._pool(one.segment.pool)) for one in found)
+
+    def ranges(self) -> tuple[tuple[OldRange, int, int], ...]:
+        """Return the memory of expandable segments that the recording may have begun with; after the walk."""
+        if self._merged:
+            return ()
+        found = ranges_at_beginning(self._segments, self._old_blocks, list(self._touches()), self._allocated)
+        return tuple((one, self._stream(one.stream), self._pool(one.pool)) for one in found)
+
+    def _touches(self) -> Iterator[Touch]:
+        """Yield every block of the recording, those first that are older."""
+        yield from self._old_touches
+        columns = zip(self._actions, self._addresses, self._sizes, self._raw_streams, self._pools, strict=True)
+        for action, address, size, stream, pool in columns:
+            if action == "alloc":
+                yield Touch(address, size, stream, pool)
+
+    def places(self, steps: Steps) -> tuple[int | None, ...] | None:
+        """Return where blocks lay, if that tells of memory that was given back; to be asked for after the walk."""
+        indices = [index for index, action in enumerate(self._actions) if action == "alloc"]
+        addresses, sizes, streams = (
+            [column[index] for index in indices] for column in (self._addresses, self._sizes, self._raw_streams)
+        )
+        if self._merged or not self._segments or not left_segments(self._segments, addresses, sizes, streams):
+            return None
+        blocks: list[int | None] = [None] * len(steps.kinds)
+        of_recording = [step for step, kind in enumerate(steps.kinds) if kind == Kind.ALLOCATE][-len(addresses) :]
+        for step, address in zip(of_recording, addresses, strict=True):
+            blocks[step] = address
+        return tuple(blocks)
+
+    def captures(self, steps: Steps) -> tuple[int, ...]:
+        """Return the steps before which captures began; to be asked for after the walk."""
+        older = len(steps.kinds) - len(self._steps.kinds)
+        return captures(steps, list(self._pool_numbers), frozenset(steps.pools[:older]))
 
     def _request(self, index: int) -> tuple[int, int, int, int]:
         """Return size, stream, pool and time of an event, as a step has them."""

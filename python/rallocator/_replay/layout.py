@@ -1,9 +1,9 @@
 """Finds the memory that a recording began with, where it began in the middle of a run.
 
 A history that lost its head, or was begun late, shows the segments at its end and the events since its beginning. A
-segment of torch's default rules never changes its size and place, so one was there at the beginning if a block in it is
-older than the recording, if nothing in it was ever allocated since, or if the first allocation in it is not one that a
-new segment would have been obtained for. What was free in it is what no older block covers.
+segment of torch's default rules never changes its size and place, so one was there at the beginning if a block in it
+is older than the recording, if nothing in it was ever allocated since, or if the first allocation in it, at its first
+byte, is not one that a new segment would have been obtained for. What was free in it is what no older block covers.
 """
 
 from __future__ import annotations
@@ -54,21 +54,23 @@ class OldBlock:
 
 
 def candidates(
-    segments: Sequence[Segment], old: Sequence[OldBlock], first_allocations: Mapping[int, tuple[int, int]]
+    segments: Sequence[Segment],
+    old: Sequence[OldBlock],
+    first_allocations: Mapping[int, tuple[int, int]],
 ) -> list[Candidate]:
     """Return the segments that may have been there when the recording began, in the order of their addresses.
 
     Arguments:
-        segments: those at its end.
+        segments: those at its end, or those that may have been there at the beginning.
         old: the blocks that are older than the recording.
         first_allocations: for each address that was allocated in the recording, the bytes asked for at first and the
             allocation's number, in the order of time.
 
     Returns:
-        Nothing if none surely was there: then the recording began with the first request.
+        Nothing if nothing is older than the first request: then the recording began with that.
     """
     ordered = sorted((segment for segment in segments if segment.size > 0), key=lambda segment: segment.address)
-    if any(segment.is_expandable for segment in ordered) or _overlap(ordered):
+    if any(segment.is_expandable for segment in ordered) or overlap(ordered):
         return []
     bases = [segment.address for segment in ordered]
     older: dict[int, list[OldBlock]] = {}
@@ -80,15 +82,28 @@ def candidates(
         if (index := _holder(ordered, bases, address)) is not None:
             first.setdefault(index, (address, size, allocation))
     found = []
+    is_cut = False
     for index, segment in enumerate(ordered):
         blocks = sorted(older.get(index, ()), key=lambda block: block.address)
         pieces = _pieces(segment, blocks)
-        if pieces is not None:
-            found.append(Candidate(segment, pieces, None if blocks else _obtained_for(segment, first.get(index))))
-    return found if any(candidate.doubt is None for candidate in found) else []
+        if pieces is None:
+            continue
+        if blocks or index not in first:
+            is_cut = True
+            found.append(Candidate(segment, pieces, None))
+            continue
+        address, size, allocation = first[index]
+        if address != segment.address:
+            # An idle segment is used from its first byte on. So what lies there now came later.
+            continue
+        is_doubtful = _core.native_segment_size(size) == segment.size
+        found.append(Candidate(segment, pieces, allocation if is_doubtful else None))
+    return found if is_cut else []
 
 
-def _overlap(ordered: Sequence[Segment]) -> bool:
+def overlap(segments: Sequence[Segment]) -> bool:
+    """Return whether two segments share an address: then the file is damaged."""
+    ordered = sorted(segments, key=lambda segment: segment.address)
     return any(segment.address + segment.size > later.address for segment, later in itertools.pairwise(ordered))
 
 
@@ -96,14 +111,6 @@ def _holder(ordered: Sequence[Segment], bases: Sequence[int], address: int) -> i
     """Return the position of the segment that an address lies in."""
     index = bisect.bisect_right(bases, address) - 1
     return index if index >= 0 and address < ordered[index].address + ordered[index].size else None
-
-
-def _obtained_for(segment: Segment, first: tuple[int, int, int] | None) -> int | None:
-    """Return the first allocation in a segment if it may have been what the segment was obtained for."""
-    if first is None:
-        return None
-    address, size, allocation = first
-    return allocation if address == segment.address and _core.native_segment_size(size) == segment.size else None
 
 
 def _pieces(segment: Segment, blocks: Sequence[OldBlock]) -> list[Piece] | None:

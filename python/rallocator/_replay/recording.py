@@ -40,6 +40,8 @@ class Segment:
     is_expandable: bool
     blocks: tuple[Block, ...]
     """In the order of their addresses."""
+    is_small: bool = False
+    """Whether it serves requests of at most 1 MiB, where the file says so."""
 
     @property
     def active(self) -> tuple[Block, ...]:
@@ -88,6 +90,8 @@ class Recording:
     """By device; only devices that have events."""
     policy: str | None = None
     """The policy that the recorded allocator followed, if the file says it."""
+    tells_places: bool = False
+    """Whether it tells of all that torch's allocator was asked for, on which stream, and where it was had."""
 
     def devices(self) -> list[int]:
         """Return every device that the file tells something of, in order."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rallocator import _core
+from rallocator._replay.emptied import NEVER_EMPTIED, Emptied, find_emptied
 from rallocator._replay.history import History, histories
 from rallocator._replay.reader import read_recording
 from rallocator._replay.row import ReplayRow
@@ -22,7 +24,11 @@ MOST_GUESSES = 16
 """Replays that are spent on finding out what a recording began with; most take two or three …"""
 
 MOST_GUESSED_STEPS = 3_000_000
-"""… and steps of all of them together, so that a large recording is not kept waiting for seconds."""
+"""… and steps of all of them together, so that a large recording is not kept waiting for seconds. As many again may be
+spent on finding out when its cache was emptied, if anything shows that it was."""
+
+Placed: TypeAlias = tuple[int, int, int, int, bool | None, list[tuple[int, int | None, bool]]]
+"""A segment or range as `_core.ReplaySteps.after` takes it."""
 
 _FIGURES = {field.name for field in dataclasses.fields(ReplayRow)}
 
@@ -36,25 +42,34 @@ class Subject:
     settings: ReplaySettings
     steps: _core.ReplaySteps | None
     """None where there is nothing to replay."""
+    emptied: Emptied = NEVER_EMPTIED
+    """When the recorded program emptied its cache."""
 
-    def asked(self, policy: str, **changes: int | str | None) -> dict[str, Any]:
-        """Return how to replay under a policy, as the core takes it, with some of it changed."""
+    def asked(self, policy: str, **changes: int | str | list[int] | None) -> dict[str, Any]:
+        """Return how to replay under a policy, as the core takes it, with some of it changed.
+
+        Where the cache may have been emptied by the allocator itself, at a limit, only a replay of the recorded policy
+        without a limit repeats it: within one the allocator does so by itself, and other policies at other times.
+        """
         settings = self.settings
+        budget_bytes = changes.get("budget_bytes", settings.budget_bytes)
+        is_recorded = policy == self.history.recorded_policy and not settings.config.strip()
+        repeats = is_recorded and budget_bytes is None
         return {
             "policy": policy,
             "config": settings.config,
             "budget_bytes": settings.budget_bytes,
             "lag_us": settings.lag_us,
             "handle_granularity_bytes": settings.handle_bytes,
-            "empty_cache_before": None,
+            "empty_cache_before": list(self.emptied.by_anyone if repeats else self.emptied.by_program),
             "late_from": None,
             # What there was in the beginning is known of the recorded policy only, and under its own settings.
-            "with_layout": policy == self.history.recorded_policy and not settings.config.strip(),
+            "with_layout": is_recorded,
             **changes,
         }
 
     def figures(
-        self, policy: str, steps: _core.ReplaySteps | None = None, **changes: int | str | None
+        self, policy: str, steps: _core.ReplaySteps | None = None, **changes: int | str | list[int] | None
     ) -> dict[str, Any]:
         """Replay under a policy, and return the core's figures. Other Python threads run meanwhile.
 
@@ -122,7 +137,14 @@ def _subject(file: str, history: History, settings: ReplaySettings) -> Subject:
     if history.reason is not None:
         return Subject(file, history, settings, None)
     subject = Subject(file, history, settings, history.steps.packed())
-    return dataclasses.replace(subject, steps=_after_beginning(subject)) if history.layout else subject
+    if history.begins_midway:
+        subject = dataclasses.replace(subject, steps=_after_beginning(subject))
+    return dataclasses.replace(subject, emptied=_emptied(subject))
+
+
+def _most_runs(subject: Subject) -> int:
+    steps = 0 if subject.steps is None else len(subject.steps)
+    return max(2, min(MOST_GUESSES, MOST_GUESSED_STEPS // max(steps, 1)))
 
 
 def _after_beginning(subject: Subject) -> _core.ReplaySteps | None:
@@ -136,21 +158,66 @@ def _after_beginning(subject: Subject) -> _core.ReplaySteps | None:
         return None
     places = enumerate(zip(history.steps.kinds, history.steps.allocations, strict=True))
     step_of = {allocation: step for step, (kind, allocation) in places if kind == Kind.ALLOCATE}
+    extents = (extent for one, _, _ in history.ranges for extent in one.extents)
+    maybe = itertools.chain((one.doubt for one, _, _ in history.layout), (extent.doubt for extent in extents))
+    doubts = {doubt for doubt in maybe if doubt is not None}
     old: set[int] = set()
-    for _ in range(max(2, min(MOST_GUESSES, MOST_GUESSED_STEPS // len(steps)))):
-        layout = [
-            (one.segment.size, stream, pool, one.pieces)
-            for one, stream, pool in history.layout
-            if one.doubt is None or one.doubt in old
-        ]
-        steps = steps.after(layout)
+    for _ in range(_most_runs(subject)):
+        steps = steps.after(_layout(history, old))
         grown = set(steps.growth(subject.asked(history.recorded_policy, budget_bytes=None)))
-        doubts = {one.doubt for one, _, _ in history.layout if one.doubt is not None} - old
+        doubts -= old
         there = {doubt for doubt in doubts if step_of[doubt] not in grown}
         if not there:
             break
         old |= there
-    return steps
+    return _landing(subject, steps)
+
+
+def _landing(subject: Subject, steps: _core.ReplaySteps) -> _core.ReplaySteps:
+    """Return the steps after what lands better on the end, where expandable segments gave nothing back on the way.
+
+    Then nothing more was ever reserved than in the end, as far as blocks tell. If with what surely was there a replay
+    comes to something else, it may be that all was.
+    """
+    history = subject.history
+    if not history.ranges or history.state is None or any(one.gives_back for one, _, _ in history.ranges):
+        return steps
+    reserved = history.state.reserved
+    asked = subject.asked(history.recorded_policy, budget_bytes=None)
+    extents = (extent for one, _, _ in history.ranges for extent in one.extents)
+    every = {extent.doubt for extent in extents if extent.doubt is not None}
+    both = (steps, steps.after(_layout(history, every)))
+    return min(both, key=lambda one: abs(one.replay(asked)["peak_reserved"] - reserved))
+
+
+def _layout(history: History, old: Container[int]) -> list[Placed]:
+    """Return the memory that the recording began with, as the core takes it.
+
+    Arguments:
+        history: the recording.
+        old: of what is in doubt, the allocations whose memory was there.
+    """
+    segments: list[Placed] = [
+        (one.segment.address, one.segment.size, stream, pool, None, [(*piece, True) for piece in one.pieces])
+        for one, stream, pool in history.layout
+        if one.doubt is None or one.doubt in old
+    ]
+    for one, stream, pool in history.ranges:
+        if pieces := one.pieces(old):
+            size = sum(size for size, _, _ in pieces)
+            segments.append((one.extents[0].address, size, stream, pool, one.is_small, pieces))
+    return segments
+
+
+def _emptied(subject: Subject) -> Emptied:
+    """Return when the recorded program emptied its cache."""
+    history, steps = subject.history, subject.steps
+    if steps is None or (history.places is None and not history.captures):
+        return NEVER_EMPTIED
+    asked = subject.asked(history.recorded_policy, budget_bytes=None)
+    # Under other settings than the recorded ones blocks lie elsewhere.
+    places = None if subject.settings.config.strip() else history.places
+    return find_emptied(steps, asked, places, history.captures, MOST_GUESSED_STEPS)
 
 
 def replay_subjects(found: Sequence[Subject]) -> list[ReplayRow]:

@@ -39,7 +39,7 @@ def read_snapshot(chunks: Iterable[bytes], *, keep_frames: bool = False) -> Reco
         raise SnapshotError("not a memory snapshot: neither segments nor device_traces in it")
     segments = _segments(_list(top.get("segments", []), "segments"), keep_frames=keep_frames)
     traces = _traces(_list(top.get("device_traces", []), "device_traces"), keep_frames=keep_frames)
-    return Recording(segments, traces, _policy(top.get("allocator_settings")))
+    return Recording(segments, traces, _policy(top.get("allocator_settings")), tells_places=True)
 
 
 def _policy(settings: object) -> str | None:
@@ -81,7 +81,8 @@ def _segment(entry: object, where: str, keep_frames: bool) -> Segment:
         frames = _block_frames(block) if keep_frames and is_active else None
         blocks.append(Block(address, size, requested, is_active, is_pending, frames))
         next_address = address + size
-    return Segment(device, base, total, stream, pool, entry.get("is_expandable") is True, tuple(blocks))
+    is_expandable, is_small = entry.get("is_expandable") is True, entry.get("segment_type") == "small"
+    return Segment(device, base, total, stream, pool, is_expandable, tuple(blocks), is_small)
 
 
 def _block_frames(block: dict[str, object]) -> object:

@@ -7,7 +7,7 @@ const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 const SIDE: StreamHandle = StreamHandle(0x100);
 
-fn allocate(time_us: u64, allocation: usize, size: u64) -> Step {
+pub(super) fn allocate(time_us: u64, allocation: usize, size: u64) -> Step {
     allocate_for(time_us, allocation, size, StreamHandle::DEFAULT, None)
 }
 
@@ -216,7 +216,7 @@ fn emptied_cache_is_no_longer_reserved_afterwards() {
     let steps = [allocate(0, 0, 80 * MIB), free(1, 0), allocate(100_000, 1, 30 * MIB), free(100_001, 1)];
     let late = Options { late_from: Some(2), ..options(Policy::Expandable, None) };
     let kept = replay(&steps, &late).unwrap();
-    let emptied = replay(&steps, &Options { empty_cache_before: Some(2), ..late }).unwrap();
+    let emptied = replay(&steps, &Options { empty_cache_before: vec![2], ..late }).unwrap();
     assert_eq!((kept.peak_reserved_late, emptied.peak_reserved_late), (80 * MIB, 40 * MIB));
     assert_eq!(kept.peak_reserved, emptied.peak_reserved);
 }
@@ -231,11 +231,17 @@ fn handles_are_multiples_of_the_granularity() {
 
 /// A large segment of 64 MiB with 20 MiB free in its middle, and a small one with half of it free.
 fn layout() -> Arc<Vec<PlacedSegment>> {
-    let piece = |mib: u64, allocation| PlacedPiece { size: mib * MIB / 2, allocation };
-    let placed = |size, pieces| PlacedSegment { size, stream: StreamHandle::DEFAULT, pool: None, pieces };
+    let piece = |mib: u64, allocation: Option<usize>| {
+        let holder = allocation.map_or(Holder::Cache, Holder::Allocation);
+        PlacedPiece { size: mib * MIB / 2, holder }
+    };
+    let placed = |address, size, pieces| {
+        let (stream, pool, range) = (StreamHandle::DEFAULT, None, None);
+        PlacedSegment { address, size, stream, pool, range, pieces }
+    };
     Arc::new(vec![
-        placed(64 * MIB, vec![piece(40, Some(0)), piece(40, None), piece(48, Some(1))]),
-        placed(2 * MIB, vec![piece(1, Some(2)), piece(3, None)]),
+        placed(GIB, 64 * MIB, vec![piece(40, Some(0)), piece(40, None), piece(48, Some(1))]),
+        placed(2 * GIB, 2 * MIB, vec![piece(1, Some(2)), piece(3, None)]),
     ])
 }
 
@@ -262,7 +268,7 @@ fn memory_that_cannot_be_had_is_not_begun_with() {
     let old = [allocate(0, 0, 20 * MIB), allocate(0, 1, 24 * MIB), allocate(0, 2, 1000)];
     let small = replay(&old, &with_layout(Some(50 * MIB))).unwrap();
     assert_eq!((small.peak_reserved, small.ooms), (46 * MIB, 0));
-    let odd = vec![PlacedSegment { size: 5 * MIB, stream: StreamHandle::DEFAULT, pool: None, pieces: vec![] }];
+    let odd = vec![PlacedSegment { size: 5 * MIB, pieces: vec![], ..layout()[0].clone() }];
     let odd = Options { layout: Some(Arc::new(odd)), ..options(Policy::Native, None) };
     assert_eq!(replay(&old, &odd).unwrap().peak_reserved, 46 * MIB, "no segment has 5 MiB");
     assert_eq!(minimum_budget(&old, &with_layout(None)).unwrap(), Some(46 * MIB));

@@ -63,8 +63,8 @@ pub struct Options {
     pub handle_granularity_bytes: u64,
     /// Whether to stop at the first allocation that fails: the figures are those up to it.
     pub stop_at_failure: bool,
-    /// Give all cached memory back to the driver once, before the step of this position.
-    pub empty_cache_before: Option<usize>,
+    /// Give all cached memory back to the driver before each step of these positions, as the program did.
+    pub empty_cache_before: Vec<usize>,
     /// Whether and from which step on to keep [`Outcome::peak_reserved_late`].
     pub late_from: Option<usize>,
     /// Segments to begin with, for policy native; not used if they cannot be had, under a budget for example.
@@ -79,7 +79,7 @@ impl Default for Options {
             lag_us: 20_000,
             handle_granularity_bytes: SimOptions::default().granularity_bytes,
             stop_at_failure: false,
-            empty_cache_before: None,
+            empty_cache_before: Vec::new(),
             late_from: None,
             layout: None,
         }
