@@ -351,7 +351,7 @@ def test_a_block_in_use_by_another_stream_is_reusable_from_its_recorded_completi
 
 def test_private_pools_use_their_own_memory(tmp_path: Path) -> None:
     size = 30 * MIB
-    events = [event("alloc", 64, size), *free(64, size), event("alloc", 128, size, pool_id=(1, 0))]
+    events = [event("alloc", 64, size), *free(64, size), event("alloc", 128, size, pool_id=(0, 1))]
     assert only_row(write_history(tmp_path / "pools", events)).peak_reserved == 2 * size
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import lzma
@@ -231,7 +232,8 @@ def test_wrong_values_anywhere_in_a_snapshot_are_answered_or_refused(tmp_path: P
             place = inner
         change = data.draw(st.sampled_from(["replace", "delete", "cycle", "repeat"]))
         if change == "replace":
-            place[key] = data.draw(st.sampled_from(MUTATIONS))
+            # A copy, since a later change may go into it, and the next example is to begin with the same.
+            place[key] = copy.deepcopy(data.draw(st.sampled_from(MUTATIONS)))
         elif change == "delete":
             del place[key]
         elif change == "cycle":

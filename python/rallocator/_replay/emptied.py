@@ -17,9 +17,6 @@ from rallocator import _core
 from rallocator._replay.recording import PoolPair, Segment
 from rallocator._replay.steps import Kind, Steps
 
-MOST_UNEXPLAINED = 0.25
-"""The share of blocks in places that cannot be explained above which none of the places is believed."""
-
 SMALL_REQUEST_BYTES = 1 << 20
 """Larger requests are served from other segments than those of …"""
 
@@ -110,9 +107,6 @@ def find_emptied(
 
     tried = {given: follow(given, most_steps) for given in dict.fromkeys((tuple(captures), ()))}
     given = min(tried, key=lambda given: tried[given][2])
-    emptied, peak, unexplained = tried[given]
-    if unexplained > MOST_UNEXPLAINED * sum(place is not None for place in blocks):
-        # Its blocks do not lie as torch's default rules put them, for whatever reason.
-        return Emptied(tuple(captures), tuple(captures))
+    emptied, peak, _ = tried[given]
     by_program = [step for step, wanted in emptied if step in given or wanted <= peak]
     return Emptied(tuple(by_program), tuple(step for step, _ in emptied))

@@ -80,6 +80,11 @@ class History:
         return bool(self.layout or self.ranges)
 
     @property
+    def gives_back(self) -> bool:
+        """Whether expandable segments gave memory back that a block of the recording had lain in."""
+        return any(one.gives_back for one, _, _ in self.ranges)
+
+    @property
     def cached_at_beginning(self) -> int:
         """Bytes that surely were cached when it began."""
         pieces = [piece for one, _, _ in self.layout if one.doubt is None for piece in one.pieces]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 from rallocator._replay.recording import DEFAULT_POOL, PoolPair, Segment
@@ -19,7 +20,8 @@ def infer_pools(
     What the event says counts. Else an allocation at an address where a block of a private pool's final segment begins,
     on that segment's stream, is taken to be of that pool. What lies between two such allocations of one pool, with none
     of another pool between them on that stream, is taken to be of it too: a capture sends all that its stream asks for
-    to one pool. Everything else, a pool that was gone in the end among it, is the default pool's.
+    to one pool. A block that is older than the recording is of the pool of the final segment that it lies in, since a
+    private pool keeps its memory. Everything else, a pool that was gone in the end among it, is the default pool's.
     """
     pools = [DEFAULT_POOL if pool is None else pool for pool in recorded]
     places = {
@@ -34,7 +36,13 @@ def infer_pools(
         return pools
     latest: dict[int, PoolPair] = {}
     unknown: dict[int, list[int]] = {}
+    holders = _Holders(segments)
+    seen: set[int] = set()
     for index, action in enumerate(actions):
+        is_older = action == "free_requested" and addresses[index] not in seen
+        seen.add(addresses[index])
+        if is_older and recorded[index] is None and (pool := holders.find(addresses[index], streams[index])):
+            latest[streams[index]] = pools[index] = pool
         if action not in ("alloc", "oom") or recorded[index] is not None:
             continue
         stream = streams[index]
@@ -49,3 +57,20 @@ def infer_pools(
                 pools[earlier] = known
         latest[stream] = known
     return pools
+
+
+class _Holders:
+    """The final segments of private pools, by their addresses."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        private = (segment for segment in segments if segment.pool != DEFAULT_POOL)
+        self._segments = sorted(private, key=lambda segment: segment.address)
+        self._bases = [segment.address for segment in self._segments]
+
+    def find(self, address: int, stream: int) -> PoolPair | None:
+        """Return the pool of the segment that an address lies in, if it is of this stream."""
+        index = bisect.bisect_right(self._bases, address) - 1
+        if index < 0:
+            return None
+        segment = self._segments[index]
+        return segment.pool if segment.stream == stream and address < segment.address + segment.size else None

@@ -49,12 +49,15 @@ class Subject:
         """Return how to replay under a policy, as the core takes it, with some of it changed.
 
         Where the cache may have been emptied by the allocator itself, at a limit, only a replay of the recorded policy
-        without a limit repeats it: within one the allocator does so by itself, and other policies at other times.
+        without a limit repeats it: within one the allocator does so by itself, and other policies at other times. When
+        expandable segments gave memory back is not found out, so without a limit a replay of theirs would keep all holes
+        that a limit left in the memory of the beginning, and add to them; it begins with the blocks alone.
         """
         settings = self.settings
         budget_bytes = changes.get("budget_bytes", settings.budget_bytes)
         is_recorded = policy == self.history.recorded_policy and not settings.config.strip()
         repeats = is_recorded and budget_bytes is None
+        is_beyond = budget_bytes is None and self.history.gives_back
         return {
             "policy": policy,
             "config": settings.config,
@@ -64,7 +67,7 @@ class Subject:
             "empty_cache_before": list(self.emptied.by_anyone if repeats else self.emptied.by_program),
             "late_from": None,
             # What there was in the beginning is known of the recorded policy only, and under its own settings.
-            "with_layout": is_recorded,
+            "with_layout": is_recorded and not is_beyond,
             **changes,
         }
 
@@ -162,9 +165,10 @@ def _after_beginning(subject: Subject) -> _core.ReplaySteps | None:
     maybe = itertools.chain((one.doubt for one, _, _ in history.layout), (extent.doubt for extent in extents))
     doubts = {doubt for doubt in maybe if doubt is not None}
     old: set[int] = set()
+    asked = subject.asked(history.recorded_policy, budget_bytes=None, with_layout=True)
     for _ in range(_most_runs(subject)):
         steps = steps.after(_layout(history, old))
-        grown = set(steps.growth(subject.asked(history.recorded_policy, budget_bytes=None)))
+        grown = set(steps.growth(asked))
         doubts -= old
         there = {doubt for doubt in doubts if step_of[doubt] not in grown}
         if not there:
@@ -180,7 +184,7 @@ def _landing(subject: Subject, steps: _core.ReplaySteps) -> _core.ReplaySteps:
     comes to something else, it may be that all was.
     """
     history = subject.history
-    if not history.ranges or history.state is None or any(one.gives_back for one, _, _ in history.ranges):
+    if not history.ranges or history.state is None or history.gives_back:
         return steps
     reserved = history.state.reserved
     asked = subject.asked(history.recorded_policy, budget_bytes=None)
@@ -205,7 +209,8 @@ def _layout(history: History, old: Container[int]) -> list[Placed]:
     for one, stream, pool in history.ranges:
         if pieces := one.pieces(old):
             size = sum(size for size, _, _ in pieces)
-            segments.append((one.extents[0].address, size, stream, pool, one.is_small, pieces))
+            # Where a range lay is not asked for.
+            segments.append((0, size, stream, pool, one.is_small, pieces))
     return segments
 
 

@@ -20,6 +20,9 @@ MAX_DEVICES = 1024
 _ADDRESS_RANGE = range(-(1 << 63), 1 << 64)
 """Addresses and streams are 64-bit numbers; some writers give them a sign."""
 
+_ADDRESSES = 1 << 64
+"""How many addresses there are: what has a sign is read as what it was without."""
+
 
 def read_snapshot(chunks: Iterable[bytes], *, keep_frames: bool = False) -> Recording:
     """Read a memory snapshot of torch.
@@ -62,7 +65,7 @@ def _segment(entry: object, where: str, keep_frames: bool) -> Segment:
     if not isinstance(entry, dict):
         raise SnapshotError(f"{where} is not a dictionary")
     device = _integer(entry.get("device", 0), range(MAX_DEVICES), f"{where}: device")
-    base = _integer(entry.get("address", 0), _ADDRESS_RANGE, f"{where}: address")
+    base = _integer(entry.get("address", 0), _ADDRESS_RANGE, f"{where}: address") % _ADDRESSES
     total = _integer(entry.get("total_size"), range(MAX_SIZE_BYTES + 1), f"{where}: total_size")
     stream = _integer(entry.get("stream", 0), _ADDRESS_RANGE, f"{where}: stream")
     pool = _pool(entry.get("segment_pool_id", DEFAULT_POOL), f"{where}: segment_pool_id")
@@ -73,7 +76,8 @@ def _segment(entry: object, where: str, keep_frames: bool) -> Segment:
             raise SnapshotError(f"{where}: block {index} is not a dictionary")
         size = _integer(block.get("size"), range(MAX_SIZE_BYTES + 1), f"{where}: block {index}: size")
         # Blocks have no address of their own before torch 2.1: they follow each other without a gap.
-        address = _integer(block.get("address", next_address), _ADDRESS_RANGE, f"{where}: block {index}: address")
+        named = block.get("address", next_address)
+        address = _integer(named, _ADDRESS_RANGE, f"{where}: block {index}: address") % _ADDRESSES
         # "active_allocated", and "active_pending_free" while another stream may still use it.
         state = str(block.get("state", ""))
         is_active, is_pending = state.startswith("active"), state.startswith("active") and state != "active_allocated"
@@ -141,7 +145,7 @@ def _trace(entries: Sequence[object], device: int) -> Trace:
             _integer(stream, _ADDRESS_RANGE, f"{_event(device, index)}: stream")
         pool = entry.get("pool_id")
         trace.actions.append(action)
-        trace.addresses.append(cast("int", address))
+        trace.addresses.append(cast("int", address) % _ADDRESSES)
         trace.sizes.append(min(size, MAX_SIZE_BYTES))
         trace.streams.append(cast("int", stream))
         trace.pools.append(None if pool is None else _pool(pool, f"{_event(device, index)}: pool_id"))
