@@ -50,8 +50,8 @@ class Subject:
 
         Where the cache may have been emptied by the allocator itself, at a limit, only a replay of the recorded policy
         without a limit repeats it: within one the allocator does so by itself, and other policies at other times. When
-        expandable segments gave memory back is not found out, so without a limit a replay of theirs would keep all holes
-        that a limit left in the memory of the beginning, and add to them; it begins with the blocks alone.
+        expandable segments gave memory back is not found out, so without a limit a replay of theirs would keep all
+        holes that a limit left in the memory of the beginning, and add to them; it begins with the blocks alone.
         """
         settings = self.settings
         budget_bytes = changes.get("budget_bytes", settings.budget_bytes)

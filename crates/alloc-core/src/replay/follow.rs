@@ -71,10 +71,9 @@ pub fn follow(
         options.empty_cache_before.push(moment);
         let still = unexplained(steps, places, &options)?;
         // Of a beginning in the middle of a run not everything is known, so that much may look like an emptied cache.
-        let is_believed = match options.layout {
-            None => reach > doubted,
-            Some(_) => reach >= steps.len().min(doubted + LEAST_EXPLAINED) && still < left,
-        };
+        let is_whole = matches!(places, [Some(_), ..]);
+        let explains_much = reach >= steps.len().min(doubted + LEAST_EXPLAINED) && still < left;
+        let is_believed = if is_whole { reach > doubted } else { explains_much };
         if is_believed {
             left = still;
             continue;
