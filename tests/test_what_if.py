@@ -248,7 +248,7 @@ def test_wrong_values_anywhere_in_a_snapshot_are_answered_or_refused(tmp_path: P
 
 def test_addresses_with_a_sign_are_read(tmp_path: Path) -> None:
     segments = [segment(-(1 << 63), (2 * MIB, "active_allocated"))]
-    path = write_history(tmp_path / "signed", [event("alloc", -(1 << 62), 512)], segments)
+    path = write_history(tmp_path / "signed", [event("alloc", -(1 << 62)), *free(-(1 << 62))], segments)
     result = invoke(path, "--json")
     assert (result.exit_code, rows_of(result)[0]["peak_allocated"]) == (0, 2 * MIB + 512)
 
