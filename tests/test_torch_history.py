@@ -53,6 +53,30 @@ print([len(python(block["frames"])) for block in blocks if block["state"] == "ac
     assert printed[4:] == ["{'N/A'} {''}", "[1]"]
 
 
+def test_memory_that_is_freed_as_a_function_called_from_c_ends_has_a_stack() -> None:
+    """At that moment no Python frame runs in Python 3.12: `sys._getframe` crashed."""
+    printed = play(
+        RECORD
+        + """
+import atexit, ctypes
+
+# A capsule whose end calls the hook itself: no Python function runs in between, as none does for a tensor.
+new = ctypes.pythonapi.PyCapsule_New
+new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+hook = ctypes.cast(ctypes.CDLL(rallocator._core.__file__).rallocator_free, ctypes.c_void_p).value
+
+def ends(_):
+    capsule = new(1, None, hook)
+
+memory._record_memory_history()
+print(list(map(ends, range(3))))
+churn()
+print([frame["name"] for frame in python(memory._snapshot()["device_traces"][0][0]["frames"])])
+"""
+    )
+    assert printed == ["[None, None, None]", "['churn', '<module>']"]
+
+
 def test_recording_does_as_its_arguments_say() -> None:
     printed = play(
         RECORD

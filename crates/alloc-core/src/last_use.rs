@@ -119,7 +119,9 @@ mod tests {
         let streams = [StreamIx(0), StreamIx(1), StreamIx(2)];
         for kept in streams {
             let mut uses = LastUse::default();
-            streams.into_iter().for_each(|stream| uses.add(stream, 5));
+            for stream in streams {
+                uses.add(stream, 5);
+            }
             uses.keep_only(kept);
             assert_eq!(uses.iter().collect::<Vec<_>>(), [(kept, 5)]);
             uses.keep_only(StreamIx(3));

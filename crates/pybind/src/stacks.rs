@@ -10,10 +10,9 @@ use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use alloc_core::history::StackId;
-use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyList};
+use pyo3::{ffi, intern};
 
 /// One call: a code object, and the position of the instruction that made the next call.
 struct Frame {
@@ -51,9 +50,7 @@ pub(crate) fn capture(py: Python<'_>) -> StackId {
 
 /// The frames of the stack, innermost first.
 fn walk(py: Python<'_>) -> PyResult<Vec<Frame>> {
-    static CURRENT_FRAME: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    let current = CURRENT_FRAME.get_or_try_init(py, || py.import("sys")?.getattr("_getframe").map(Bound::unbind))?;
-    let mut next = current.bind(py).call0()?;
+    let Some(mut next) = running_frame(py) else { return Ok(Vec::new()) };
     let mut frames = Vec::with_capacity(32);
     while !next.is_none() {
         let position = next.getattr(intern!(py, "f_lasti"))?.extract()?;
@@ -62,6 +59,18 @@ fn walk(py: Python<'_>) -> PyResult<Vec<Frame>> {
         next = next.getattr(intern!(py, "f_back"))?;
     }
     Ok(frames)
+}
+
+/// The frame that runs, if the thread runs Python.
+///
+/// Memory is freed while a function's names are forgotten, too. If it was C that called the function, `sys._getframe` of
+/// Python 3.12 then makes a frame of what is none, and crashes.
+#[expect(unsafe_code, reason = "no safe function of pyo3 asks for the frame")]
+fn running_frame(py: Python<'_>) -> Option<Bound<'_, PyAny>> {
+    // SAFETY: the GIL is held.
+    let frame = unsafe { ffi::PyEval_GetFrame() };
+    // SAFETY: it is null or borrowed from the thread's state.
+    unsafe { Bound::from_borrowed_ptr_or_opt(py, frame.cast()) }
 }
 
 impl Table {
