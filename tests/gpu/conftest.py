@@ -55,6 +55,13 @@ from rallocator import _bridge
 print(getattr(_bridge.find(torch), "reason", ""))
 """
 
+# Prints whether the installed torch is one that `enable()` takes a bridge for by itself.
+IS_TESTED = """
+import torch
+from rallocator import _bridge, _torch
+print(_torch.release(torch.__version__) <= _bridge.NEWEST_TESTED)
+"""
+
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -102,10 +109,13 @@ def _reason_to_skip(gpus_needed: int) -> str | None:
 
 @cache
 def _reason_without_bridge() -> str | None:
+    return _ask(FIND_BRIDGE) or None
+
+
+def _ask(program: str) -> str:
     """Ask in a process of its own, since that imports torch."""
-    command = [sys.executable, "-c", FIND_BRIDGE]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return answer.stdout.strip() or None
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
 
 
 @cache
@@ -202,6 +212,12 @@ def run_python(tmp_path: Path) -> RunPython:
         return result
 
     return run
+
+
+@pytest.fixture
+def route_of_itself() -> str:
+    """Return the way in that a program gets which names none: the bridge, where there is one for this torch."""
+    return "bridge" if _reason_without_bridge() is None and _ask(IS_TESTED) == "True" else "pluggable"
 
 
 @pytest.fixture
