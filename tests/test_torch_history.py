@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("route")]
 
 RECORD = """
 def actions(device=0):
-    return [event["action"] for event in memory._snapshot()["device_traces"][device]][:-1]
+    return [event["action"] for event in memory._snapshot()["device_traces"][device]]
 
 def churn():
     release(allocate(MiB, 0))
@@ -48,7 +48,7 @@ blocks = [block for segment in memory._snapshot()["segments"] for block in segme
 print([len(python(block["frames"])) for block in blocks if block["state"] == "active_allocated"])
 """
     )
-    assert printed[0] == str(["alloc", "free_requested", "free_completed", "segment_alloc", "alloc", "snapshot"])
+    assert printed[0] == str(["alloc", "free_requested", "free_completed", "segment_alloc", "alloc"])
     assert printed[1:4] == ["True True", "['churn', '<module>'] <string> True", "['churn', '<module>']"]
     assert printed[4:] == ["{'N/A'} {''}", "[1]"]
 
@@ -77,13 +77,32 @@ print([frame["name"] for frame in python(memory._snapshot()["device_traces"][0][
     assert printed == ["[None, None, None]", "['churn', '<module>']"]
 
 
+def test_snapshot_shows_the_marks_of_those_before_it_and_not_its_own() -> None:
+    printed = play(
+        RECORD
+        + """
+memory._record_memory_history()
+memory._set_memory_metadata("a part")
+churn()
+memory._set_memory_metadata("")
+first = memory._snapshot()["device_traces"][0]
+print({event["user_metadata"] for event in first})
+print([event["action"] for event in first], actions()[len(first):], actions()[len(first):])
+"""
+    )
+    assert printed == [
+        "{'a part'}",
+        "['alloc', 'free_requested', 'free_completed'] ['snapshot'] ['snapshot', 'snapshot']",
+    ]
+
+
 def test_recording_does_as_its_arguments_say() -> None:
     printed = play(
         RECORD
         + """
 def stacks(device=0):
     # Where no stack was taken, torch leaves the key out.
-    trace = memory._snapshot()["device_traces"][device][:-1]
+    trace = memory._snapshot()["device_traces"][device]
     return [len(python(event.get("frames", []))) for event in trace]
 
 memory._record_memory_history(context=None); churn()
@@ -115,7 +134,7 @@ for arguments in ({"enabled": "some"}, {"context": "some"}, {"stacks": "some"}):
     assert printed[0] == "[0, 0, 0]"
     assert printed[1] == "[0, 0, 0, 0] True"
     assert printed[2] == "[2, 2, 2]"
-    assert printed[3] == "2 ['free_completed', 'snapshot']"
+    assert printed[3] == "2 ['free_requested', 'free_completed']"
     assert printed[4] == "1"
     assert printed[5] == "[[], []] False"
     assert printed[6] == f"{three} True"
@@ -221,7 +240,7 @@ def test_labels_annotations_and_tracebacks_are_recorded() -> None:
         print(memory._get_memory_metadata())
         held = allocate(MiB // 2, 0)
         torch._C._cuda_annotateMemory(held, "a note")
-        trace = memory._snapshot()["device_traces"][0][:-1]
+        trace = memory._snapshot()["device_traces"][0]
         print([event["action"] for event in trace], [event["user_metadata"] for event in trace])
         inner = any(frame["filename"] == "<string>" for frame in memory._allocation_traceback(held))
         print(inner, memory._allocation_traceback(0x1000), memory._memory_metadata_supported())

@@ -165,7 +165,7 @@ def test_history_of_a_training_step_has_stacks_and_holds_no_contradiction(torch:
     trace = picture["device_traces"][0]
     names = {frame["name"] for event in trace for frame in event.get("frames", ())}
     assert {"train_a_step", "forward", "step"} <= names
-    assert [event["action"] for event in trace[-2:]] == ["free_requested", "snapshot"]
+    assert trace[-1]["action"] == "free_requested"
     torch.cuda.synchronize()
     path = tmp_path / "snapshot.pickle"
     torch.cuda.memory._dump_snapshot(str(path))

@@ -50,14 +50,16 @@ impl<D: Driver> Allocator<D> {
 
     /// The memory and the events of each device in use, in the devices' order. Each is a moment of its own.
     ///
-    /// With `leave_mark` a recording notes that a snapshot was taken, as its latest event.
+    /// With `leave_mark` a recording then notes that a snapshot was taken: as with torch, later pictures show the mark of
+    /// this one, and the latest event of this one is what the program did last.
     pub fn pictures(&self, leave_mark: bool) -> Vec<DevicePicture> {
         let picture = |state: &mut DeviceState| {
+            let events = state.history.events().collect();
             if leave_mark {
                 let active = state.stats.active_bytes.all.current;
                 state.note(Action::Snapshot, 0, active);
             }
-            DevicePicture { device: state.id, segments: state.picture(), events: state.history.events().collect() }
+            DevicePicture { device: state.id, segments: state.picture(), events }
         };
         self.devices_in_use().into_iter().filter_map(|id| self.read(id, picture)).collect()
     }
