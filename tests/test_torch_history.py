@@ -96,6 +96,28 @@ print([event["action"] for event in first], actions()[len(first):], actions()[le
     ]
 
 
+@pytest.mark.parametrize("policy", ["native", "expandable", "rallocator"])
+def test_memory_that_goes_back_names_who_asked_for_it(policy: str) -> None:
+    printed = play(
+        RECORD
+        + """
+def give_back():
+    memory.empty_cache()
+
+for context in ("all", "alloc", "state"):
+    churn()
+    memory._record_memory_history(context=context)
+    give_back()
+    (event,) = memory._snapshot()["device_traces"][0]
+    print(event["action"], [frame["name"] for frame in python(event.get("frames", []))])
+    memory._record_memory_history(None)
+""",
+        f"policy:{policy}",
+    )
+    action = "segment_free" if policy == "native" else "segment_unmap"
+    assert printed == [f"{action} ['give_back', '<module>']", f"{action} []", f"{action} []"]
+
+
 def test_recording_does_as_its_arguments_say() -> None:
     printed = play(
         RECORD

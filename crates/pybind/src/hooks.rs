@@ -121,7 +121,10 @@ pub(crate) fn empty_cache() -> Result<(), Failure> {
         return Ok(());
     }
     let backend = process::for_request()?;
-    guarded(|| Ok(backend.empty_cache()?))
+    let caller = recording::caller(Call::Free);
+    let result = guarded(|| Ok(backend.empty_cache()?));
+    recording::end(caller);
+    result
 }
 
 /// Lets work on `device` use the memory of `peer`, as far as the settings let it: both are in use from now on.

@@ -6,6 +6,7 @@ use alloc_core::id::PoolId;
 use crate::failure::Failure;
 use crate::hooks::{ask, device_id, guarded};
 use crate::process;
+use crate::recording::{self, Call};
 
 /// Makes a private pool, or gives it one more user, without sending requests there.
 pub(crate) fn create(device: i32, pool: PoolId) -> Result<(), Failure> {
@@ -37,7 +38,10 @@ pub(crate) fn empty(pool: PoolId) -> Result<(), Failure> {
         return Ok(());
     }
     let backend = process::for_request()?;
-    guarded(|| Ok(backend.empty_pool(pool)?))
+    let caller = recording::caller(Call::Free);
+    let result = guarded(|| Ok(backend.empty_pool(pool)?));
+    recording::end(caller);
+    result
 }
 
 /// What the pool holds now; `None` for no such pool.
