@@ -153,6 +153,33 @@ fn gap_never_reaches_from_one_address_range_into_the_next() {
 }
 
 #[test]
+fn handle_with_two_old_addresses_comes_back_to_one_of_them() {
+    let mut rig = Rig::new("policy:rallocator");
+    let [first, between, second, after, end] = [2, 2, 2, 4, 2].map(|mib| rig.malloc(mib * MIB, MAIN));
+    rig.free(first);
+    let of_first = rig.malloc(2 * MIB, SIDE);
+    rig.free(second);
+    let of_second = rig.malloc(2 * MIB, SIDE);
+    // The first block's handle goes to the second one's address …
+    rig.free(of_first);
+    rig.free(after);
+    rig.gpu.complete(None).expect("no fault");
+    let wide = rig.malloc(6 * MIB, MAIN);
+    assert_eq!(wide, second);
+    // … and away again, so that one gap has both addresses.
+    rig.free(wide);
+    let away = rig.malloc(6 * MIB, SIDE);
+    rig.free(away);
+    rig.free(between);
+    rig.gpu.complete(None).expect("no fault");
+    let wider = rig.malloc(10 * MIB, MAIN);
+    for (stream, block) in [(MAIN, wider), (MAIN, end), (SIDE, of_second)] {
+        rig.write(stream, block);
+    }
+    rig.finish();
+}
+
+#[test]
 fn wait_that_fails_before_memory_comes_back_leaves_it_where_it_was() {
     let mut rig = Rig::new("policy:rallocator");
     for stream in [MAIN, SIDE] {
