@@ -77,8 +77,8 @@ FAULTS = (
     Fault(
         "drop a merge with the block before",
         "device.rs",
-        "self.blocks[id].previous.filter(|previous| self.blocks[*previous].state == state)",
-        "self.blocks[id].previous.filter(|previous| self.blocks[*previous].state == state && false)",
+        "if let Some(previous) = previous.filter(|previous| self.blocks[*previous].state == state) {",
+        "if let Some(previous) = previous.filter(|_| false) {",
     ),
     Fault(
         "lose the last use of a merged block",
