@@ -1,7 +1,6 @@
 // Allocate + free pairs through whatever allocator torch currently uses, timed without Python between them.
 
 #include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAFunctions.h>
 #include <torch/extension.h>
 
 #include <algorithm>
@@ -100,23 +99,6 @@ double threads_ns(int64_t thread_count, int64_t size_bytes, int64_t pairs) {
   return nanoseconds_since(start) / (pairs * thread_count);
 }
 
-// Nanoseconds to ask which device is current, in a new thread: what every allocation asks first. `is_bound` makes the
-// device's context the thread's own before, as the thread's first real call of CUDA would.
-double current_device_ns(bool is_bound, int64_t calls) {
-  double cost = 0;
-  std::thread([&] {
-    if (is_bound) {
-      C10_CUDA_CHECK(c10::cuda::SetDevice(0, /*force=*/true));
-    }
-    const auto start = Clock::now();
-    for (int64_t i = 0; i < calls; i++) {
-      c10::cuda::current_device();
-    }
-    cost = nanoseconds_since(start) / calls;
-  }).join();
-  return cost;
-}
-
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -124,5 +106,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("pair_ns", &pair_ns, release_gil());
   module.def("churn_ns", &churn_ns, release_gil());
   module.def("threads_ns", &threads_ns, release_gil());
-  module.def("current_device_ns", &current_device_ns, release_gil());
 }

@@ -14,14 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rallocator import _core
+from rallocator._replay.layout import MIB, SMALL_SEGMENT_BYTES
 from rallocator._replay.recording import PoolPair, Segment
 from rallocator._replay.steps import Kind, Steps
-
-SMALL_REQUEST_BYTES = 1 << 20
-"""Larger requests are served from other segments than those of …"""
-
-SMALL_SEGMENT_BYTES = 2 << 20
-"""… this size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +27,9 @@ class Emptied:
     """Surely not by the allocator itself at a limit, since more was reserved at some other time."""
     by_anyone: tuple[int, ...] = ()
     """Those, and those that may have been."""
+
+
+NEVER_EMPTIED = Emptied()
 
 
 def left_segments(
@@ -49,16 +47,9 @@ def left_segments(
             return True
         holder = ordered[index]
         is_small = holder.size == SMALL_SEGMENT_BYTES
-        if (
-            address + size > holder.address + holder.size
-            or stream != holder.stream
-            or is_small != (size <= SMALL_REQUEST_BYTES)
-        ):
+        if address + size > holder.address + holder.size or stream != holder.stream or is_small != (size <= MIB):
             return True
     return False
-
-
-NEVER_EMPTIED = Emptied()
 
 
 def captures(steps: Steps, pools: Sequence[PoolPair], older_pools: frozenset[int]) -> tuple[int, ...]:

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from rallocator import _core
+from rallocator._replay.layout import GRANULE_BYTES, MIB, SMALL_SEGMENT_BYTES
 from rallocator._replay.recording import PoolPair, Segment
 
-MIB = 1 << 20
 SEGMENT_ALIGNMENT_BYTES = 2 * MIB
-SMALL_SEGMENT_BYTES = 2 * MIB
 SHARED_SEGMENT_BYTES = 20 * MIB
 SHARED_REQUEST_LIMIT_BYTES = 10 * MIB
 """Requests of less than this share segments of 20 MiB."""
@@ -41,7 +40,7 @@ class Touch:
     @property
     def end(self) -> int:
         """The first byte behind the block."""
-        return self.address + max(-(-self.size // 512) * 512, 512)
+        return self.address + max(-(-self.size // GRANULE_BYTES) * GRANULE_BYTES, GRANULE_BYTES)
 
     @property
     def owner(self) -> Owner:

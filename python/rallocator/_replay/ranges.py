@@ -14,11 +14,10 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rallocator._replay.gone import Touch
-from rallocator._replay.layout import OldBlock
+from rallocator._replay.gone import Owner, Touch
+from rallocator._replay.layout import GRANULE_BYTES, OldBlock
 from rallocator._replay.recording import PoolPair, Segment
 
-GRANULE_BYTES = 512
 SMALL_HANDLE_BYTES = 2 << 20
 LARGE_HANDLE_BYTES = 20 << 20
 
@@ -77,9 +76,6 @@ class OldRange:
                 pieces.append((end - at, None, True))
             at = end
         return pieces
-
-
-Owner: TypeAlias = tuple[int, PoolPair, bool]
 
 
 def ranges_at_beginning(

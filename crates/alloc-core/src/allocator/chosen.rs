@@ -34,9 +34,7 @@ impl<D: Driver> Allocator<D> {
         let block = &state.blocks[id];
         (block.pool == request.pool && block.size >= request.rounded).then(|| state.hand_out(id, &request))
     }
-}
 
-impl<D: Driver> Allocator<D> {
     /// Hands out the first `size` bytes, a multiple of 512, of the free block at an address, whatever class they are of.
     pub(crate) fn carve(&self, address: DevicePtr, size: u64, device: DeviceId) -> Option<DevicePtr> {
         let mut state = self.devices.get(device)?.fast().ok()?;

@@ -126,10 +126,15 @@ impl Gap {
         })
     }
 
+    /// The first blocks of the pieces: a free block is one.
+    pub(super) fn blocks(&self) -> FxHashSet<BlockId> {
+        self.pieces.iter().map(|piece| piece.block).collect()
+    }
+
     /// Whether each handle comes back to one place, and from a block that is no piece of the gap.
     fn is_possible(&self) -> bool {
         let mut coming: FxHashSet<u64> = FxHashSet::default();
-        let kept: FxHashSet<BlockId> = self.pieces.iter().map(|piece| piece.block).collect();
+        let kept = self.blocks();
         self.returns().all(|donor| coming.insert(donor.mapping.address) && !kept.contains(&donor.block))
     }
 }
@@ -249,16 +254,15 @@ impl DeviceState {
     fn without_memory(&self, pool: PoolIx, donors: &Donors) -> Vec<(BlockId, Means)> {
         let holes = self.pools[pool].unmapped.iter().map(|(address, id)| (*address, *id, Means::Fill));
         let is_flooded = self.stale.is_flooded(self.capabilities.stale_mappings_max);
-        let stale = self.stale.of_pool(pool).take_while(|_| !is_flooded).filter_map(
-            |(address, Stale { block, handle, .. })| {
-                let means = match donors.of(handle) {
-                    Some(donor) => Means::Return(donor),
-                    None if self.is_over(block) => Means::Fill,
-                    None => return None,
-                };
-                Some((address, block, means))
-            },
-        );
+        let looked_at = (!is_flooded).then(|| self.stale.of_pool(pool)).into_iter().flatten();
+        let stale = looked_at.filter_map(|(address, Stale { block, handle, .. })| {
+            let means = match donors.of(handle) {
+                Some(donor) => Means::Return(donor),
+                None if self.is_over(block) => Means::Fill,
+                None => return None,
+            };
+            Some((address, block, means))
+        });
         let mut all: Vec<_> = holes.chain(stale).collect();
         // Two ascending lists, which this sort merges.
         all.sort_by_key(|(address, ..)| *address);

@@ -12,6 +12,8 @@
 
 use std::{cmp::Reverse, collections::BTreeMap};
 
+use rustc_hash::FxHashSet;
+
 use crate::{
     backing::{
         gap::{Donors, Gap, Means, Piece},
@@ -21,6 +23,7 @@ use crate::{
     config::{CrossStreamReuse, Move, Policy},
     device::{DeviceState, Request},
     event::{Mark, StreamIx},
+    id::PhysicalHandle,
     last_use::Epoch,
     plan::{Donor, Hole, Map, Plan, Return, Source},
     pool::FreeBlock,
@@ -164,10 +167,9 @@ impl DeviceState {
     /// Chooses what fills the gap's holes: donors in their order, then new handles.
     fn fill(&self, request: &Request, gap: &Gap, donors: &Donors) -> Filling {
         let new_size = self.new_handle_size(self.pools[request.pool].class, gap.missing);
-        let is_busy = |donor: &Donor| {
-            let returns = gap.returns().any(|returning| returning.mapping.handle == donor.mapping.handle);
-            returns || gap.pieces.iter().any(|piece| piece.block == donor.block)
-        };
+        let returning: FxHashSet<PhysicalHandle> = gap.returns().map(|donor| donor.mapping.handle).collect();
+        let kept = gap.blocks();
+        let is_busy = |donor: &Donor| returning.contains(&donor.mapping.handle) || kept.contains(&donor.block);
         let mut candidates: Vec<Donor> = donors.ordered.iter().filter(|donor| !is_busy(donor)).copied().collect();
         let mut filling = Filling::default();
         for (mut missing, spare) in gap.holes() {

@@ -110,8 +110,10 @@ impl DeviceState {
         for Return { block, donor } in &map.returns {
             self.make_stale(*block, donor.mapping.handle);
         }
-        let is_back = |piece: &&BlockId| map.returns.iter().any(|back| back.block == **piece);
-        for piece in map.pieces.iter().filter(|piece| !is_back(piece)) {
+        for piece in &map.pieces {
+            if self.blocks[*piece].state == BlockState::Stale {
+                continue;
+            }
             if !map.holes.iter().any(|hole| hole.block == *piece) {
                 self.make_idle_again(*piece);
             } else if !failure.stuck.iter().any(|(block, _)| block == piece) {
@@ -172,9 +174,10 @@ impl DeviceState {
         self.blocks[id].state = BlockState::Claimed;
     }
 
-    /// Every mapped run of whole handles on this device, in address order: what a new peer must be let into.
+    /// Every mapped run of whole handles on this device: what a new peer must be let into. None reaches from one range
+    /// into the next.
     pub(crate) fn mapped_runs(&self) -> Vec<(DevicePtr, u64)> {
-        let mut runs = Runs::default();
+        let mut found = Vec::new();
         for span in self.spans.by_address() {
             if let SpanKind::Range(mappings) = &self.spans[span].kind {
                 let Span { base, size, pool, .. } = self.spans[span];
@@ -183,11 +186,13 @@ impl DeviceState {
                 let live = mappings.iter().map(|mapping| (mapping.address, mapping.size));
                 let mut all: Vec<(u64, u64)> = live.chain(stale).collect();
                 all.sort_unstable();
+                let mut runs = Runs::default();
                 for (address, size) in all {
                     runs.push(address, size);
                 }
+                found.extend(runs.0.into_iter().map(|(address, size)| (DevicePtr(address), size)));
             }
         }
-        runs.0.into_iter().map(|(address, size)| (DevicePtr(address), size)).collect()
+        found
     }
 }

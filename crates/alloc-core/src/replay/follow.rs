@@ -40,7 +40,8 @@ pub struct Followed {
 ///
 /// Where a block cannot lie where it lay, the cache was emptied at some time before. Of all moments that make a difference
 /// the one is taken after which the first block that cannot be explained comes latest; none, if it comes no later than
-/// without, or hardly later where the recording begins in the middle of a run. At most `budget` steps are replayed for it, beyond one run to the end.
+/// without, or hardly later where the recording begins in the middle of a run. At most `budget` steps are replayed for
+/// it, beyond one run to the end.
 ///
 /// # Errors
 /// [`ReplayError`].
