@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from rallocator import _core
 from rallocator._replay.layout import GRANULE_BYTES, MIB, SMALL_SEGMENT_BYTES
@@ -23,8 +22,7 @@ SHARED_REQUEST_LIMIT_BYTES = 10 * MIB
 """Requests of less than this share segments of 20 MiB."""
 
 
-@dataclass(frozen=True, slots=True)
-class Touch:
+class Touch(NamedTuple):
     """A block that lay somewhere at some time of the recording."""
 
     address: int
@@ -63,13 +61,13 @@ def segments_at_beginning(
         touches: all blocks of the recording; first those that are older, then the others in the order of time.
     """
     ordered = sorted(segments, key=lambda segment: segment.address)
-    bases = [segment.address for segment in ordered]
-    came_after = _came_after(ordered, bases, touches)
-    before: list[Touch] = []
-    for number, touch in enumerate(touches):
-        lies_in = list(_overlapped(ordered, bases, touch))
-        if not lies_in or any(number <= came_after[index] for index in lies_in):
-            before.append(touch)
+    overlapped = _overlapped(ordered, touches)
+    came_after = _came_after(ordered, overlapped, touches)
+    before = [
+        touch
+        for number, (touch, lies_in) in enumerate(zip(touches, overlapped, strict=True))
+        if not lies_in or any(number <= came_after[index] for index in lies_in)
+    ]
     outside: dict[Owner, dict[int, Touch]] = {}
     for touch in _until_reused(before):
         known = outside.setdefault(touch.owner, {})
@@ -83,37 +81,35 @@ def segments_at_beginning(
     return [segment for segment, after in zip(ordered, came_after, strict=True) if after < 0], gone
 
 
-def _came_after(ordered: Sequence[Segment], bases: Sequence[int], touches: Sequence[Touch]) -> list[int]:
+def _overlapped(ordered: Sequence[Segment], touches: Iterable[Touch]) -> list[range]:
+    """Return the positions of the segments that each block overlaps."""
+    bases = [segment.address for segment in ordered]
+    ends = [segment.address + segment.size for segment in ordered]
+    return [range(bisect.bisect_right(ends, touch.address), bisect.bisect_left(bases, touch.end)) for touch in touches]
+
+
+def _came_after(ordered: Sequence[Segment], overlapped: Sequence[range], touches: Sequence[Touch]) -> list[int]:
     """Return for each segment the latest block that lay there before it did; -1 if there is no sign of one.
 
     That is one of another owner, or across its bounds, or the first one if that is not at the first byte.
     """
     came_after = [-1] * len(ordered)
     stays = [False] * len(ordered)
-    for number, touch in enumerate(touches):
-        for index in _overlapped(ordered, bases, touch):
+    for number, (touch, lies_in) in enumerate(zip(touches, overlapped, strict=True)):
+        for index in lies_in:
             stays[index] |= touch.outlived
             if not _may_hold(ordered[index], touch):
                 came_after[index] = number
     settled = [after < 0 and stay for after, stay in zip(came_after, stays, strict=True)]
-    for number, touch in enumerate(touches):
-        for index in _overlapped(ordered, bases, touch):
+    for number, (touch, lies_in) in enumerate(zip(touches, overlapped, strict=True)):
+        for index in lies_in:
             if settled[index] or number <= came_after[index]:
                 continue
-            if touch.is_old or touch.address == bases[index]:
+            if touch.is_old or touch.address == ordered[index].address:
                 settled[index] = True
             else:
                 came_after[index] = number
     return [-1 if stay else after for after, stay in zip(came_after, stays, strict=True)]
-
-
-def _overlapped(ordered: Sequence[Segment], bases: Sequence[int], touch: Touch) -> Iterator[int]:
-    """Yield the positions of the segments that a block overlaps."""
-    index = max(bisect.bisect_right(bases, touch.address) - 1, 0)
-    while index < len(ordered) and bases[index] < touch.end:
-        if touch.address < bases[index] + ordered[index].size:
-            yield index
-        index += 1
 
 
 def _until_reused(touches: Iterable[Touch]) -> Iterator[Touch]:

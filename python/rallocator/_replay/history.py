@@ -209,10 +209,10 @@ class _Walk:
         """Addresses whose free was requested and has not completed: the step that is to know when it does, if any."""
         self._freed_older: set[int] = set()
         self._old_blocks: list[OldBlock] = []
+        """Older than the recording: those that were freed in it, and then those that outlived it."""
         self._old_touches: list[Touch] = []
         self._allocated: list[int] = []
         """The allocations of the recording, in the order of time."""
-        """Those and the blocks that outlived the recording."""
         self._first_allocations: dict[int, tuple[int, int]] = {}
         """The bytes asked for at first and the allocation, by address, in the order of time."""
         self._frees_without_block = 0
