@@ -14,9 +14,9 @@ from typing import Any
 from rallocator import _gpu
 from rallocator._replay import POLICIES, ReplayResult, replay
 
-HISTORY = Path(__file__).parent / "data" / "kv_decode.pickle.xz"
-"""The recorded history that ships with the package: a language model that generates text in batches, with the keys and
-values of its attention in tensors that grow by one token a step. Recorded on an H200 with torch 2.11."""
+HISTORY = Path(__file__).parent / "data" / "lora_checkpoint.pickle.xz"
+"""The recorded history that ships with the package: a language model that is fine-tuned with LoRA and activation
+checkpoints, on batches of every length. Recorded on an H200 with torch 2.11."""
 
 TRAINING_TIMEOUT_SECONDS = 55
 """For each of the two trainings, so that the demonstration ends within two minutes."""

@@ -28,13 +28,16 @@ pub enum Rung {
     UnmapSurplus,
     /// Return segments that went unused long, if a threshold is set and passed.
     Collect,
+    /// Obtain new memory, as long as hardly more is reserved than the program is known to need at once.
+    GrowWithinNeed,
     /// Move idle handles.
     Move,
-    /// Obtain new memory, as long as no more is reserved than the program is known to need at once.
-    GrowWithinNeed,
+    /// Move idle handles, and obtain new memory for the rest, on the same condition.
+    MoveAndGrow,
     /// Hand a pending block on: the asking stream waits on the GPU for those that used it.
     TakeOver,
-    /// Move idle handles of other streams too: the asking stream waits for them on the GPU.
+    /// Move idle handles of other streams too, for which the asking stream waits on the GPU, and obtain new memory for the
+    /// rest.
     MoveAfterWait,
     /// Obtain new memory.
     Grow,
@@ -62,13 +65,14 @@ pub enum Rung {
 
 impl Rung {
     /// Every rung there is.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 20] = [
         Self::ClosePending,
         Self::Poll,
         Self::UnmapSurplus,
         Self::Collect,
-        Self::Move,
         Self::GrowWithinNeed,
+        Self::Move,
+        Self::MoveAndGrow,
         Self::TakeOver,
         Self::MoveAfterWait,
         Self::Grow,
@@ -105,8 +109,10 @@ impl Rung {
         Self::ClosePending,
         Self::Poll,
         Self::UnmapSurplus,
-        Self::Move,
+        // With a little room to spare, blocks that come and go in order do so where they were, and nothing has to move.
         Self::GrowWithinNeed,
+        Self::Move,
+        Self::MoveAndGrow,
         Self::TakeOver,
         Self::CloseAll,
         // Where all work is over, the new events say so at once, and nobody has to wait.
@@ -248,10 +254,11 @@ impl DeviceState {
             Rung::Poll => self.plan_poll(),
             Rung::UnmapSurplus => self.plan_unmap_surplus(),
             Rung::Collect => self.plan_collect(),
+            Rung::GrowWithinNeed => self.plan_move(request, Lenders::Nobody, Growth::WithinNeed),
             Rung::Move => self.plan_move(request, Lenders::Ordered, Growth::None),
-            Rung::GrowWithinNeed => self.plan_move(request, Lenders::Ordered, Growth::WithinNeed),
+            Rung::MoveAndGrow => self.plan_move(request, Lenders::Ordered, Growth::WithinNeed),
             Rung::TakeOver => self.plan_take_over(request),
-            Rung::MoveAfterWait => self.plan_move(request, Lenders::AfterWait, Growth::None),
+            Rung::MoveAfterWait => self.plan_move(request, Lenders::AfterWait, Growth::ToLimit),
             Rung::Grow | Rung::GrowLast => self.plan_growth(request),
             Rung::Borrow => self.plan_borrow(request),
             Rung::ReleaseOversize => self.plan_release_oversize(request),

@@ -61,7 +61,7 @@ def _show_replay(history: Path | None, *, as_json: bool) -> None:
         return
     if history is None:
         print_text(
-            "A language model generating text, recorded on an H200 under torch's default",
+            "A language model being fine-tuned, recorded on an H200 under torch's default",
             "allocator, and replayed on a simulated GPU. What a policy reserves it takes",
             "from the GPU:",
             "",

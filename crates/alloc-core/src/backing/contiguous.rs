@@ -15,7 +15,7 @@ impl DeviceState {
             SizeClass::Small => self.whole_granules(SMALL_SEGMENT),
             SizeClass::Large => self.whole_granules(request.rounded),
         };
-        if !self.may_grow(size, growth) {
+        if !self.may_grow(request, size, growth) {
             return None;
         }
         let apart = self.capabilities.granularity_bytes;

@@ -52,12 +52,11 @@ impl Mappings {
         self.by_address.range(first..to).map(|(_, mapping)| *mapping).filter(move |mapping| from < mapping.end())
     }
 
-    /// Of the bytes between two addresses, all of which have memory, those in handles that reach beyond one of the two.
-    pub(crate) fn partial_bytes(&self, from: u64, to: u64) -> u64 {
-        let before = |address| self.by_address.range(..address).next_back().map(|(_, mapping)| *mapping);
-        let first_start = before(from).map_or(from, |mapping| mapping.end().max(from));
-        let last_end = before(to).map_or(to, |mapping| if mapping.end() > to { mapping.address } else { to });
-        if first_start <= last_end { (first_start - from) + (to - last_end) } else { to - from }
+    /// Whether no handle with memory between the two addresses, all of which have some, reaches beyond them.
+    pub(crate) fn are_whole(&self, from: u64, to: u64) -> bool {
+        let is_across =
+            |address| self.by_address.range(..address).next_back().is_some_and(|(_, mapping)| address < mapping.end());
+        !is_across(from) && !is_across(to)
     }
 
     /// Whether every address between the two has memory.
@@ -138,13 +137,10 @@ mod tests {
     }
 
     #[test]
-    fn bytes_outside_of_whole_handles_are_partial() {
+    fn handle_across_either_end_is_not_whole() {
         let mappings = mappings(&[(0, 20), (20, 10), (30, 20)]);
-        for (from, to, partial) in
-            [(0, 50, 0), (20, 30, 0), (5, 30, 15), (20, 45, 15), (15, 35, 10), (5, 10, 5), (25, 45, 20)]
-        {
-            assert_eq!(mappings.partial_bytes(from, to), partial, "{from} to {to}");
-        }
+        assert!(mappings.are_whole(0, 50) && mappings.are_whole(20, 30));
+        assert!(!mappings.are_whole(5, 30) && !mappings.are_whole(20, 45) && !mappings.are_whole(15, 35));
     }
 
     #[test]

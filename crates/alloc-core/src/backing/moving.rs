@@ -31,11 +31,11 @@ use crate::{
 };
 
 /// New large handles grow with what is reserved, so that one of which only a part is used is a small share of it …
-const HANDLES_PER_RESERVED: u64 = 768;
+const HANDLES_PER_RESERVED: u64 = 1024;
 /// … and with the gap to be filled, since each handle costs some 40 µs to map and unmap again.
-const HANDLES_PER_GAP: u64 = 16;
+const HANDLES_PER_GAP: u64 = 7;
 /// Up to this many bytes: larger ones are idle as a whole less often.
-const HANDLE_MAX: u64 = 40 * MIB;
+const HANDLE_MAX: u64 = 32 * MIB;
 /// But a very large gap is filled with this many handles at most, whatever their size …
 const HANDLES_PER_LARGE_GAP: u64 = 112;
 /// … up to this one.
@@ -43,15 +43,14 @@ const LARGE_HANDLE_MAX: u64 = 128 * MIB;
 /// The last handles of a gap halve down to the driver's granularity: a later request that is a little smaller then
 /// leaves little behind in a handle that is used in part, and there is small change to fill other gaps exactly.
 const HANDLES_PER_REST: u64 = 2;
-/// Larger requests are cut from a free block's start, whatever that breaks: many of about the same size follow each other,
-/// and would be spread over both ends.
-const CUT_FROM_END_MAX: u64 = 256 * MIB;
-/// Memory may grow without a second thought up to this many hundredths of what the program had in use at once.
-const GROWTH_PERCENT: u64 = 101;
+/// Memory may grow without a second thought up to this many thousandths of what the program needs at once.
+const GROWTH_PERMILLE: u64 = 1006;
 
 /// Which idle memory may be moved for a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Lenders {
+    /// None: all of it is new.
+    Nobody,
     /// What was last used on the asking stream, or is known to be over.
     Ordered,
     /// Also what other streams used last: the asking stream waits for them on the GPU.
@@ -63,7 +62,7 @@ pub(crate) enum Lenders {
 pub(crate) enum Growth {
     /// None.
     None,
-    /// As long as no more is reserved than the program is known to need.
+    /// As long as hardly more is reserved than the program is known to need, this request included.
     WithinNeed,
     /// Up to the limit.
     ToLimit,
@@ -105,7 +104,7 @@ impl DeviceState {
         });
         let cheapest = filled.min_by_key(|(gap, filling)| (filling.new_bytes, gap.cost()));
         let Some((gap, filling)) = cheapest else { return self.plan_reserve(request) };
-        if !self.may_grow(filling.new_bytes, growth) {
+        if !self.may_grow(request, filling.new_bytes, growth) {
             return None;
         }
         let waits = self.waits_for(request, filling.donors().chain(gap.returns()))?;
@@ -116,14 +115,16 @@ impl DeviceState {
         Some(Plan::Map(self.claim(request, &gap, filling, waits)))
     }
 
-    pub(super) fn may_grow(&self, new: u64, growth: Growth) -> bool {
-        let reserved = self.stats.reserved_bytes.all.current;
+    pub(super) fn may_grow(&self, request: &Request, new: u64, growth: Growth) -> bool {
+        let reserved = self.stats.reserved_bytes.all.current + new;
         match growth {
             _ if new == 0 => true,
             Growth::None => false,
             Growth::WithinNeed => {
-                let need = self.stats.active_bytes.all.peak / 100 * GROWTH_PERCENT;
-                self.may_reserve(new) && reserved + new <= need
+                // What is pending can be taken over, so it is no need of now, though it was one at the peak.
+                let held = self.stats.allocated_bytes.all.current;
+                let need = self.stats.active_bytes.all.peak.max(held + request.rounded);
+                reserved <= need / 1000 * GROWTH_PERMILLE && self.may_reserve(new)
             }
             Growth::ToLimit => self.may_reserve(new),
         }
@@ -132,7 +133,7 @@ impl DeviceState {
     /// Whole idle handles that may be moved for the request: large ones first, which take the fewest calls, and of those
     /// the ones in the smallest idle blocks, which serve few requests as they are.
     fn donors(&self, request: &Request, lenders: Lenders) -> Donors {
-        if self.is_tracked || self.config.moving != Move::On {
+        if lenders == Lenders::Nobody || self.is_tracked || self.config.moving != Move::On {
             return Donors::default();
         }
         // What a graph captures runs again later: order on the stream that captured it proves nothing.
@@ -297,16 +298,18 @@ impl DeviceState {
         claimed
     }
 
-    /// Whether a request is better cut from the end of a free block than from its start: what is left then has fewer
-    /// bytes in handles that are used in part, which cannot move.
+    /// Whether a request is cut from the end of a free block and not from its start: only then are all handles of what is
+    /// left whole, so that they can move.
+    ///
+    /// Else from the start, also where less would be left in handles used in part: the neighbour there is most often the
+    /// younger one, so blocks that are freed in the order in which they came leave one gap, and not many.
     pub(crate) fn cuts_end(&self, whole: FreeBlock, request: &Request, class: SizeClass) -> bool {
-        if self.rules != Policy::Rallocator || class == SizeClass::Small || request.rounded > CUT_FROM_END_MAX {
+        if self.rules != Policy::Rallocator || class == SizeClass::Small {
             return false;
         }
         let mappings = self.spans[self.blocks[whole.id].span].mappings();
         let (start, end) = (whole.address, whole.address + whole.size);
-        let after_end = mappings.partial_bytes(start, end - request.rounded);
-        after_end < mappings.partial_bytes(start + request.rounded, end)
+        mappings.are_whole(start, end - request.rounded) && !mappings.are_whole(start + request.rounded, end)
     }
 
     /// The size of new handles for a gap of `missing` bytes.

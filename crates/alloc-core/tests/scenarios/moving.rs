@@ -1,7 +1,7 @@
 //! Idle handles that move to where memory is needed, on one stream.
 
 use alloc_core::{
-    driver::{Call, DriverError, Status},
+    driver::{Call, DriverError, Status, sim::SimOptions},
     error::AllocError,
     id::{DevicePtr, StreamHandle},
 };
@@ -30,6 +30,19 @@ fn scattered_free_blocks_serve_a_larger_request_without_new_memory_or_a_host_wai
     assert_eq!(rig.stats().handles_moved, 10);
     assert_eq!((rig.stats().host_waits, rig.gpu.host_waits(), rig.stats().gpu_waits), (0, 0, 0));
     rig.finish();
+}
+
+#[test]
+fn nothing_moves_where_a_little_growth_serves() {
+    for (held, moved) in [(900, 0), (400, 2)] {
+        let options = SimOptions { capacity_bytes: 1 << 30, ..SimOptions::default() };
+        let mut rig = Rig::on("policy:rallocator", options);
+        rig.malloc(held * MIB, MAIN);
+        scattered_idle_blocks(&mut rig, 2, MAIN);
+        rig.malloc(4 * MIB, MAIN);
+        assert_eq!(rig.stats().handles_moved, moved, "{held} MiB and 8 more are held, 4 are idle");
+        rig.finish();
+    }
 }
 
 #[test]

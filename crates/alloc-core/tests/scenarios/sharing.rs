@@ -81,6 +81,16 @@ fn pending_block_is_taken_over_from_streams_that_the_setting_names() {
 }
 
 #[test]
+fn request_that_is_larger_than_what_another_stream_left_takes_that_and_obtains_the_rest() {
+    let mut rig = Rig::new("policy:rallocator");
+    idle_block(&mut rig, 40 * MIB, SIDE);
+    let block = rig.malloc(48 * MIB, MAIN);
+    rig.write(MAIN, block);
+    assert_eq!((rig.reserved(), rig.stats().gpu_waits, rig.gpu.host_waits()), (48 * MIB, 1, 0));
+    rig.finish();
+}
+
+#[test]
 fn donors_remainder_goes_to_no_other_stream_before_the_last_use_is_over() {
     let mut rig = Rig::new("cross_stream_reuse:done");
     idle_block(&mut rig, 40 * MIB, MAIN);
