@@ -107,8 +107,8 @@ FAULTS = (
     Fault(
         "return oversize memory of a live graph",
         "release.rs",
-        "!self.is_paged() && self.pools.is_releasable(request.pool)",
-        "!self.is_paged()",
+        "!self.has_ranges() && self.may_go_back(request.pool)",
+        "!self.has_ranges()",
     ),
     Fault(
         "record on a stream that is capturing",
@@ -287,8 +287,8 @@ FAULTS = (
     Fault(
         "give back what others have cached along with a pool's memory",
         "release.rs",
-        "self.pool_id(*pool) == id && self.pools.is_releasable(*pool);",
-        "self.pools.is_releasable(*pool);",
+        "self.pool_id(*pool) == id && self.may_go_back(*pool);",
+        "self.may_go_back(*pool);",
     ),
     Fault(
         "move memory that a tracker knows of",

@@ -2,7 +2,7 @@
 //!
 //! Each device has two locks. The *fast* one guards its state and is held for the length of a cached malloc or free. The
 //! *slow* one is taken first and serialises growing and trimming. Driver calls are made under the slow lock at most,
-//! host waits and the user's callback under none. So a miss drops the fast lock, takes slow, then fast, searches again,
+//! host waits and the program's own code (callbacks, sources of segments) under none. So a miss drops the fast lock, takes slow, then fast, searches again,
 //! lets the state make a plan, drops fast, carries the plan out, takes fast, commits, and climbs on.
 
 #[cfg(feature = "sim")]
@@ -11,6 +11,7 @@ mod devices;
 mod pools;
 mod report;
 mod sharing;
+mod sources;
 mod tracking;
 
 use std::sync::Arc;
@@ -22,15 +23,16 @@ pub use tracking::{Tracked, Tracker};
 use crate::{
     config::Config,
     device::{DeviceState, Freed},
-    driver::{Driver, DriverError},
+    driver::Driver,
     error::AllocError,
     event::{Closing, StreamIx, StreamKey},
-    execute::execute,
+    execute::{execute, hand_back},
     history::Recording,
     id::{DeviceId, DevicePtr, PoolId, Stream, StreamHandle},
     ladder::{Ladder, Rung, Step},
     plan::{Outcome, Plan, Synchronize},
     size::REQUEST_MAX,
+    source::SharedSource,
     sync::{AtomicUsize, Mutex, MutexGuard},
 };
 
@@ -110,6 +112,9 @@ pub struct Allocator<D> {
     /// What devices record when they come into use.
     recording: Mutex<Option<Recording>>,
     trackers: Mutex<Vec<Tracker>>,
+    /// Every source that some pool or segment still names, so that none is dropped under another lock. Nothing waits
+    /// inside this lock, so that the models of the others need not know of it.
+    sources: std::sync::Mutex<Vec<SharedSource>>,
 }
 
 impl<D: Driver> Allocator<D> {
@@ -117,7 +122,8 @@ impl<D: Driver> Allocator<D> {
     pub fn new(driver: D, config: Config) -> Self {
         let recording = (config.history_limit > 0).then(|| Recording::new(config.history_limit));
         let (devices, callback) = (DeviceTable::default(), Mutex::new(None));
-        Self { driver, config, devices, callback, recording: Mutex::new(recording), trackers: Mutex::default() }
+        let (trackers, sources) = (Mutex::default(), std::sync::Mutex::default());
+        Self { driver, config, devices, callback, recording: Mutex::new(recording), trackers, sources }
     }
 
     /// The driver.
@@ -138,7 +144,8 @@ impl<D: Driver> Allocator<D> {
     /// # Errors
     ///
     /// [`AllocError::OutOfMemory`] when all of the [`Rung`]s were tried; [`AllocError::Driver`] when the driver refused
-    /// for another reason; [`AllocError::NoSuchDevice`]; [`AllocError::Broken`].
+    /// for another reason; [`AllocError::Source`] when the pool's own source did; [`AllocError::NoSuchDevice`];
+    /// [`AllocError::Broken`].
     pub fn malloc(
         &self,
         size: u64,
@@ -162,7 +169,7 @@ impl<D: Driver> Allocator<D> {
         };
         if size > REQUEST_MAX {
             drop(state);
-            return Err(self.out_of_memory(device, size));
+            return Err(self.out_of_memory(device, size, None));
         }
         let owner = pool.and_then(|pool| state.pools.find_live(pool));
         let request = state.request(size, stream, owner);
@@ -173,7 +180,13 @@ impl<D: Driver> Allocator<D> {
         drop(state);
         let mut ladder = Ladder::new(request);
         let result = self.malloc_slow(device, &mut ladder);
+        if let Some(unusable) = ladder.unusable.take() {
+            // What the source says to that adds nothing: the request fails because of it already.
+            let _ = hand_back(&unusable);
+        }
         device.fast()?.leave(&ladder);
+        drop(ladder);
+        self.drop_unused_sources();
         result.map(Some)
     }
 
@@ -187,20 +200,16 @@ impl<D: Driver> Allocator<D> {
             let (rung, plan) = match step {
                 Step::Done(address) => return Ok(address),
                 Step::Run(rung, plan) => (rung, plan),
-                Step::Fail(Some(error)) => return Err(error.into()),
+                Step::Fail(Some(error)) => return Err(error),
                 Step::Fail(None) => {
                     drop(slow);
-                    return Err(self.out_of_memory(device, ladder.request.requested));
+                    return Err(self.out_of_memory(device, ladder.request.requested, ladder.refused_by));
                 }
             };
-            let outcome = if may_wait(rung) {
-                drop(slow.take());
-                let outcome = self.carry_out(plan);
+            let outcome = self.carry_out_locked(device, rung, plan, &mut slow)?;
+            if slow.is_none() {
                 slow = Some(device.slow()?);
-                outcome
-            } else {
-                self.carry_out_tracked(device, plan, &mut slow)?
-            };
+            }
             let news = device.arriving(&outcome);
             let served = device.fast()?.commit_for(outcome, ladder)?;
             if !news.is_empty() {
@@ -216,17 +225,22 @@ impl<D: Driver> Allocator<D> {
         }
     }
 
-    /// Carries a plan out under the slow lock, which is dropped while trackers are told of what goes.
-    fn carry_out_tracked<'a>(
+    /// Carries a plan out under the slow lock, or drops it if the plan must meet none. Trackers are told of what goes, under
+    /// no lock either.
+    fn carry_out_locked<'a>(
         &self,
         device: &'a Device,
+        rung: Rung,
         plan: Plan,
         slow: &mut Option<MutexGuard<'a, ()>>,
     ) -> Result<Outcome, AllocError> {
+        let must_meet_none = may_wait(rung) || plan.is_foreign();
         let news = device.leaving(&plan);
-        if !news.is_empty() {
+        if must_meet_none || !news.is_empty() {
             drop(slow.take());
             self.tell(&news);
+        }
+        if !must_meet_none && slow.is_none() {
             *slow = Some(device.slow()?);
         }
         Ok(self.carry_out(plan))
@@ -417,17 +431,17 @@ impl<D: Driver> Allocator<D> {
             let closings = state.plan_retire(stream);
             drop(state);
             let outcome = execute(&self.driver, Plan::Close(closings));
-            result = device.fast()?.commit(outcome).map_err(AllocError::from).and(result);
+            result = device.fast()?.commit(outcome).and(result);
         }
         result
     }
 
-    /// Returns cached memory to the driver: all that is not held, pending, pinned or a live private pool's. Waits for
+    /// Returns cached memory to the driver, or to its source: all that is not held, pending, pinned or a live private pool's. Waits for
     /// queued work, but for what streams that are capturing still wait for.
     ///
     /// # Errors
     ///
-    /// The first [`AllocError::Driver`] met; what could be returned is returned all the same.
+    /// The first [`AllocError::Driver`] or [`AllocError::Source`] met; what could be returned is returned all the same.
     pub fn empty_cache(&self) -> Result<(), AllocError> {
         let mut result = Ok(());
         for device in self.devices.starting_with(DeviceId(0)) {
@@ -438,16 +452,11 @@ impl<D: Driver> Allocator<D> {
 
     /// Gives back what the device has cached, or only what a released private pool has.
     fn empty_device(&self, device: &Device, only: Option<PoolId>) -> Result<(), AllocError> {
-        let mut first_error: Option<DriverError> = None;
+        let mut first_error: Option<AllocError> = None;
         for rung in Rung::EMPTY_CACHE {
             let mut slow = Some(device.slow()?);
             let Some(plan) = device.fast()?.plan_empty(rung, only) else { continue };
-            let outcome = if may_wait(rung) {
-                drop(slow.take());
-                self.carry_out(plan)
-            } else {
-                self.carry_out_tracked(device, plan, &mut slow)?
-            };
+            let outcome = self.carry_out_locked(device, rung, plan, &mut slow)?;
             let news = device.arriving(&outcome);
             if let Err(error) = device.fast()?.commit(outcome) {
                 first_error.get_or_insert(error);
@@ -455,7 +464,8 @@ impl<D: Driver> Allocator<D> {
             drop(slow);
             self.tell(&news);
         }
-        first_error.map_or(Ok(()), |error| Err(error.into()))
+        self.drop_unused_sources();
+        first_error.map_or(Ok(()), Err)
     }
 
     /// Sets what is run, under no lock, before a request fails for want of memory. `None` for nothing.
@@ -466,12 +476,12 @@ impl<D: Driver> Allocator<D> {
     }
 }
 
-/// Whether a rung waits on the host for what streams were given, or runs foreign code, and so must hold no lock.
+/// Whether a rung waits on the host for what streams were given, and so must hold no lock.
 ///
 /// Giving memory back may wait too, inside the driver, but happens under the slow lock: until the state has heard of it,
 /// nobody may obtain the same addresses anew, or fail for want of memory that is on its way back.
 fn may_wait(rung: Rung) -> bool {
-    matches!(rung, Rung::Wait | Rung::Synchronize | Rung::CallBack | Rung::CloseAll | Rung::ClosePending)
+    matches!(rung, Rung::Wait | Rung::Synchronize | Rung::CloseAll | Rung::ClosePending)
 }
 
 /// The stream's place in the state, made now if this is its first use.

@@ -2,6 +2,8 @@
 //!
 //! Costs time in the number of all blocks, so it runs in tests after every operation, and when a user asks for it.
 
+use std::sync::Arc;
+
 use crate::{
     backing::{Span, SpanIx, SpanKind},
     block::{BlockId, BlockState},
@@ -59,6 +61,11 @@ impl DeviceState {
     fn scan(&self) -> Result<(), String> {
         self.streams.check()?;
         let mut sums = Sums::default();
+        for (pool, size) in self.departing.values() {
+            let class = self.pools[*pool].class.index();
+            sums.segments[class] += 1;
+            sums.reserved[class] += size;
+        }
         let mut seen = 0;
         let mut end_of_last = 0;
         for span in self.spans.by_address() {
@@ -102,8 +109,9 @@ impl DeviceState {
         }
         ensure!(address == span.base + span.size, "the blocks of span {:#x} end at {address:#x}", span.base);
         self.scan_mappings(span_ix)?;
+        self.scan_origin(span)?;
         let class = self.pools[span.pool].class.index();
-        sums.segments[class] += u64::from(matches!(span.kind, SpanKind::Segment));
+        sums.segments[class] += u64::from(matches!(span.kind, SpanKind::Segment(_)));
         sums.reserved[class] += span.reserved();
         Ok(count)
     }
@@ -187,6 +195,22 @@ impl DeviceState {
         Ok(())
     }
 
+    /// A pool with a source of its own has the segments of that source, and no other pool has any of a source.
+    fn scan_origin(&self, span: &Span) -> Result<(), String> {
+        let of_pool = self.pools[span.pool].origin.source();
+        let of_span = match &span.kind {
+            SpanKind::Segment(origin) => origin.source(),
+            SpanKind::Range(_) => None,
+        };
+        let agree = match (of_pool, of_span) {
+            (None, None) => true,
+            (Some(of_pool), Some(of_span)) => Arc::ptr_eq(of_pool, of_span),
+            _ => false,
+        };
+        ensure!(agree, "the span at {:#x} lies in a pool of another source", span.base);
+        Ok(())
+    }
+
     fn scan_pools(&self) -> Result<(), String> {
         for pool in self.pools.ids() {
             let index = &self.pools[pool].index;
@@ -197,13 +221,15 @@ impl DeviceState {
                 let agrees = (block.size, block.address, block.pool) == (entry.size, entry.address, pool);
                 ensure!(agrees, "pool {pool:?}: the index has a stale entry {:#x}", entry.address);
             }
-            let spans = self.spans.ids().filter(|span| self.spans[*span].pool == pool).count();
+            let departing = self.departing.values().filter(|(of, _)| *of == pool).count();
+            let spans = self.spans.ids().filter(|span| self.spans[*span].pool == pool).count() + departing;
             ensure!(spans == self.pools[pool].spans, "pool {pool:?}: {spans} spans, not {}", self.pools[pool].spans);
         }
         for (private, pool) in self.pools.privates() {
             let spans = self.spans.ids().map(|span| &self.spans[span]);
             let own = spans.filter(|span| self.pools[span.pool].owner == Some(private));
-            let found: u64 = own.map(Span::reserved).sum();
+            let departing = self.departing.values().filter(|(of, _)| self.pools[*of].owner == Some(private));
+            let found: u64 = own.map(Span::reserved).chain(departing.map(|(_, size)| *size)).sum();
             let counted = pool.reserved.all.current;
             ensure!(counted == found, "private pool {:?}: counted {counted} bytes, found {found}", pool.id);
         }

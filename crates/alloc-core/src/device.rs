@@ -4,6 +4,8 @@
 //! takes it back. When nothing fits, [`ladder`](crate::ladder) says what to try; the plans for that are made in
 //! [`settle`](crate::settle) (events), [`backing`](crate::backing) (growth) and [`release`](crate::release).
 
+use std::collections::BTreeMap;
+
 use crate::{
     backing::SpanTable,
     block::{Block, BlockId, BlockState},
@@ -70,6 +72,10 @@ pub(crate) struct DeviceState {
     pub(crate) strays: Vec<Stray>,
     /// Mappings that nobody can use and that the driver did not undo when asked; see [`ReleaseRun::is_stuck`].
     pub(crate) stuck: Vec<ReleaseRun>,
+    /// Segments that their sources are being given back, by address: pool and bytes.
+    pub(crate) departing: BTreeMap<u64, (PoolIx, u64)>,
+    /// Bytes that sources are being asked for.
+    pub(crate) promised: u64,
     pub(crate) stats: Stats,
     pub(crate) history: History,
     /// Whether somebody is told of memory that comes and goes: then none moves.
@@ -92,6 +98,8 @@ impl DeviceState {
             stale: StaleTable::default(),
             strays: Vec::new(),
             stuck: Vec::new(),
+            departing: BTreeMap::new(),
+            promised: 0,
             stats: Stats::default(),
             history: History::new(recording),
             is_tracked: false,
@@ -104,8 +112,8 @@ impl DeviceState {
         state
     }
 
-    /// Whether memory comes from address ranges; else it comes from segments.
-    pub(crate) fn is_paged(&self) -> bool {
+    /// Whether the driver's memory comes from address ranges; else it comes from segments.
+    pub(crate) fn has_ranges(&self) -> bool {
         self.rules != Policy::Native
     }
 
@@ -224,7 +232,7 @@ impl DeviceState {
     fn is_worth_splitting(&self, request: &Request, class: SizeClass, rest: u64) -> bool {
         if !self.pools[request.pool].may_split {
             false
-        } else if class == SizeClass::Small || self.is_paged() {
+        } else if class == SizeClass::Small || self.is_paged(request.pool) {
             rest >= BLOCK_GRANULARITY
         } else {
             !is_oversize(request.rounded, self.config.max_split_size) && rest > SMALL_REQUEST_MAX
@@ -381,7 +389,11 @@ impl DeviceState {
     /// What torch counts as `inactive_split` of an idle block: all of it, if it is a piece of a segment.
     pub(crate) fn inactive_split(&self, id: BlockId) -> Pieces {
         let block = &self.blocks[id];
-        if !self.is_paged() && block.is_split() { Pieces { blocks: 1, bytes: block.size } } else { Pieces::default() }
+        if block.is_split() && !self.is_paged(block.pool) {
+            Pieces { blocks: 1, bytes: block.size }
+        } else {
+            Pieces::default()
+        }
     }
 
     pub(crate) fn class(&self, id: BlockId) -> SizeClass {

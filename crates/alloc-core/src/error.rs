@@ -5,8 +5,9 @@ use std::fmt;
 use crate::{
     config::Policy,
     driver::DriverError,
-    id::{DeviceId, StreamHandle},
+    id::{DeviceId, PoolId, StreamHandle},
     size::human,
+    source::SourceError,
 };
 
 /// Why the allocator did not do what it was asked for. Apart from other threads' calls, its state is as before.
@@ -18,6 +19,9 @@ pub enum AllocError {
     /// The driver refused a call for another reason than a lack of memory: see its status.
     #[error("{0}")]
     Driver(#[from] DriverError),
+    /// A private pool with an allocator of its own could not be served: see what failed.
+    #[error("{0}")]
+    Source(#[from] SourceError),
     /// There is no such device: use one below `count`.
     #[error("{device} does not exist: the driver reports {count} device(s)")]
     NoSuchDevice {
@@ -80,6 +84,8 @@ pub struct OutOfMemory {
     pub policy: Policy,
     /// Whether the device can do virtual memory management.
     pub virtual_memory: bool,
+    /// The private pool that the request was for, if an allocator of its own was asked and gave nothing.
+    pub refused_by: Option<PoolId>,
 }
 
 /// From so many bytes on torch does not write a request's size out.
@@ -103,6 +109,10 @@ impl OutOfMemory {
             "The device has room, but this process has reached its limit: raise it with \
              torch.cuda.set_per_process_memory_fraction."
                 .to_owned()
+        } else if let Some(PoolId(first, second)) = self.refused_by {
+            format!(
+                "The allocator of the private pool ({first}, {second}) gave no memory, and no other serves that pool."
+            )
         } else if self.pending_total >= asked {
             "Freed memory waits for the streams above: wait for them, or free their tensors earlier.".to_owned()
         } else if self.cached >= asked && self.policy == Policy::Native && self.virtual_memory {
@@ -169,6 +179,7 @@ mod tests {
             cached: 8 * GIB,
             largest_cached: 4 * GIB,
             private: 0,
+            refused_by: None,
             policy: Policy::Expandable,
             virtual_memory: true,
         }

@@ -8,7 +8,11 @@ use crate::{
     driver::{Call, CaptureMode, CaptureStatus, Completion, Driver, DriverError, Status},
     event::{Closed, Closing, Mark},
     id::{DevicePtr, Event, PhysicalHandle, Stream},
-    plan::{Map, MapFailure, Outcome, Plan, Release, ReleaseRun, Released, RunOutcome, Source, Synchronize, UnmapRun},
+    plan::{
+        Departure, Map, MapFailure, Obtain, ObtainError, Outcome, Plan, Release, ReleaseRun, Released, RunOutcome,
+        Source, Synchronize, UnmapRun,
+    },
+    source::{Origin, SourceError, SourceFailed},
 };
 
 /// Makes the plan's calls. Whatever some stream is capturing meanwhile is not disturbed.
@@ -42,7 +46,7 @@ fn execute_relaxed<D: Driver>(driver: &D, plan: Plan) -> Outcome {
             Outcome::Synchronized(synchronize, result)
         }
         Plan::Obtain(obtain) => {
-            let result = driver.allocate(obtain.device, obtain.size);
+            let result = obtain_segment(driver, &obtain);
             Outcome::Obtained(obtain, result)
         }
         Plan::Reserve(reserve) => {
@@ -59,6 +63,13 @@ fn execute_relaxed<D: Driver>(driver: &D, plan: Plan) -> Outcome {
             Outcome::TookOver(taken, result)
         }
         Plan::Release(release) => Outcome::Released(give_back(driver, release)),
+        Plan::HandBack(departures) => {
+            let hand_back = |departure| {
+                let result = hand_back(&departure);
+                (departure, result)
+            };
+            Outcome::HandedBack(departures.into_iter().map(hand_back).collect())
+        }
         Plan::Close(_) | Plan::CallBack => unreachable!("carried out without a change of mode"),
     }
 }
@@ -69,7 +80,7 @@ fn refuse(plan: Plan, error: DriverError) -> Outcome {
         Plan::Poll(_) => Outcome::Polled(Vec::new(), Some(error)),
         Plan::Wait(marks) => Outcome::Waited(marks, Err(error)),
         Plan::Synchronize(synchronize) => Outcome::Synchronized(synchronize, Err(error)),
-        Plan::Obtain(obtain) => Outcome::Obtained(obtain, Err(error)),
+        Plan::Obtain(obtain) => Outcome::Obtained(obtain, Err(ObtainError::Driver(error))),
         Plan::Reserve(reserve) => Outcome::Reserved(reserve, Err(error)),
         Plan::Map(map) => Outcome::Mapped(map, Err(MapFailure { error, strays: Vec::new(), stuck: Vec::new() })),
         Plan::Unmap(runs) => Outcome::Unmapped(runs.into_iter().map(|run| (run, false)).collect(), Some(error)),
@@ -82,8 +93,29 @@ fn refuse(plan: Plan, error: DriverError) -> Outcome {
             events: release.events,
             error: Some(error),
         }),
+        Plan::HandBack(departures) => {
+            Outcome::HandedBack(departures.into_iter().map(|departure| (departure, Err(SourceFailed))).collect())
+        }
         Plan::Close(_) | Plan::CallBack => unreachable!("carried out without a change of mode"),
     }
+}
+
+fn obtain_segment<D: Driver>(driver: &D, obtain: &Obtain) -> Result<DevicePtr, ObtainError> {
+    let Obtain { device, size, user, .. } = *obtain;
+    match &obtain.origin {
+        Origin::Driver => driver.allocate(device, size).map_err(ObtainError::Driver),
+        Origin::Source(source) => match source.obtain(device, size, user.stream) {
+            Ok(Some(address)) => Ok(address),
+            Ok(None) => Err(ObtainError::OutOfMemory),
+            Err(SourceFailed) => Err(ObtainError::Source(SourceError::NotObtained { pool: user.pool, size })),
+        },
+    }
+}
+
+/// Gives a segment back to where it came from.
+pub(crate) fn hand_back(departure: &Departure) -> Result<(), SourceFailed> {
+    let Departure { device, base, size, user, .. } = *departure;
+    departure.source.give_back(device, base, size, user.stream)
 }
 
 fn close<D: Driver>(driver: &D, closings: Vec<Closing>) -> Outcome {

@@ -13,8 +13,9 @@ use crate::{
     config::Policy,
     device::{DeviceState, Request},
     driver::{Call, DriverError},
+    error::AllocError,
     id::{DevicePtr, PoolId},
-    plan::{Outcome, Plan},
+    plan::{Departure, ObtainError, Outcome, Plan},
 };
 
 /// One thing to try.
@@ -55,7 +56,9 @@ pub enum Rung {
     Synchronize,
     /// Unmap all addresses whose memory has moved away.
     UnmapStale,
-    /// Return all cached memory.
+    /// Return cached segments to the sources of released private pools.
+    HandBack,
+    /// Return all cached memory of the driver.
     ReleaseCached,
     /// Obtain new memory after that.
     GrowLast,
@@ -65,7 +68,7 @@ pub enum Rung {
 
 impl Rung {
     /// Every rung there is.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 21] = [
         Self::ClosePending,
         Self::Poll,
         Self::UnmapSurplus,
@@ -83,6 +86,7 @@ impl Rung {
         Self::Wait,
         Self::Synchronize,
         Self::UnmapStale,
+        Self::HandBack,
         Self::ReleaseCached,
         Self::GrowLast,
         Self::CallBack,
@@ -99,6 +103,7 @@ impl Rung {
         Self::CloseAll,
         Self::Wait,
         Self::Synchronize,
+        Self::HandBack,
         Self::ReleaseCached,
         Self::GrowLast,
         Self::CallBack,
@@ -125,6 +130,7 @@ impl Rung {
         Self::Borrow,
         Self::Synchronize,
         Self::UnmapStale,
+        Self::HandBack,
         Self::ReleaseCached,
         Self::GrowLast,
         Self::Borrow,
@@ -133,8 +139,15 @@ impl Rung {
 
     /// The rungs that give cached memory back: what `empty_cache` does. The second release returns the ranges that the
     /// first one emptied.
-    pub(crate) const EMPTY_CACHE: [Self; 6] =
-        [Self::CloseAll, Self::Wait, Self::Synchronize, Self::UnmapStale, Self::ReleaseCached, Self::ReleaseCached];
+    pub(crate) const EMPTY_CACHE: [Self; 7] = [
+        Self::CloseAll,
+        Self::Wait,
+        Self::Synchronize,
+        Self::UnmapStale,
+        Self::HandBack,
+        Self::ReleaseCached,
+        Self::ReleaseCached,
+    ];
 
     fn order(rules: Policy) -> &'static [Self] {
         match rules {
@@ -154,12 +167,25 @@ pub(crate) struct Ladder {
     /// Whether the last rung's plan was for addresses. They are not memory yet: the same rung goes on when they are there.
     is_making_room: bool,
     /// The last rung below growth that failed: if nothing serves the request, this and no lack of memory is why.
-    failure: Option<DriverError>,
+    failure: Option<AllocError>,
+    /// What a source gave and cannot be used: it has to have it back, under no lock.
+    pub(crate) unusable: Option<Departure>,
+    /// The private pool whose own source has given nothing.
+    pub(crate) refused_by: Option<PoolId>,
 }
 
 impl Ladder {
     pub(crate) fn new(request: Request) -> Self {
-        Self { request, next: 0, was_retried: false, was_called_back: false, is_making_room: false, failure: None }
+        Self {
+            request,
+            next: 0,
+            was_retried: false,
+            was_called_back: false,
+            is_making_room: false,
+            failure: None,
+            unusable: None,
+            refused_by: None,
+        }
     }
 
     /// Takes the last rung once more, if it has got the addresses that it wanted.
@@ -177,8 +203,8 @@ pub(crate) enum Step {
     Done(DevicePtr),
     /// Carry this out, commit the outcome, and climb on.
     Run(Rung, Plan),
-    /// Nothing is left to try. With an error, a driver call other than for new memory failed on the way.
-    Fail(Option<DriverError>),
+    /// Nothing is left to try. With an error, a call other than for new memory failed on the way.
+    Fail(Option<AllocError>),
 }
 
 impl DeviceState {
@@ -211,13 +237,16 @@ impl DeviceState {
         }
         match self.malloc_from_last_resort(&ladder.request) {
             Some(address) => Step::Done(address),
-            None => Step::Fail(ladder.failure),
+            None => Step::Fail(ladder.failure.clone()),
         }
     }
 
     /// Serves a request that nothing else could from a private pool that the program offered for that. The block belongs
-    /// to that pool, and returns to it.
+    /// to that pool, and returns to it. Who asked for memory of a source is served with nothing else.
     fn malloc_from_last_resort(&mut self, request: &Request) -> Option<DevicePtr> {
+        if self.is_sourced(request.pool) {
+            return None;
+        }
         let (stream, class) = (self.pools[request.pool].stream, self.pools[request.pool].class);
         let pools = self.pools.last_resorts(stream, class);
         pools.into_iter().find_map(|pool| self.malloc(&Request { pool, ..*request }))
@@ -250,6 +279,12 @@ impl DeviceState {
     /// What `rung` asks of the driver for this request, if it applies.
     fn plan_for(&mut self, rung: Rung, request: &Request) -> Option<Plan> {
         match rung {
+            // A pool with a source of its own follows the rules of torch's segments, whatever the others do.
+            Rung::GrowWithinNeed | Rung::Move | Rung::MoveAndGrow | Rung::MoveAfterWait | Rung::Borrow
+                if self.is_sourced(request.pool) =>
+            {
+                None
+            }
             Rung::ClosePending => self.plan_close_pending(),
             Rung::Poll => self.plan_poll(),
             Rung::UnmapSurplus => self.plan_unmap_surplus(),
@@ -267,6 +302,7 @@ impl DeviceState {
             Rung::Wait => self.plan_wait_for_all(),
             Rung::UnmapStale => self.plan_unmap_stale(),
             Rung::Synchronize => self.plan_synchronize(),
+            Rung::HandBack => self.plan_hand_back(None),
             Rung::ReleaseCached => self.plan_release_all(false),
             Rung::CallBack => Some(Plan::CallBack),
         }
@@ -279,7 +315,7 @@ impl DeviceState {
     }
 
     fn plan_growth(&mut self, request: &Request) -> Option<Plan> {
-        match self.rules {
+        match self.rules_of(request.pool) {
             Policy::Native => self.plan_obtain(request),
             Policy::Expandable => self.plan_map(request),
             Policy::Rallocator => self.plan_move(request, Lenders::Ordered, Growth::ToLimit),
@@ -294,6 +330,7 @@ impl DeviceState {
             Rung::Wait => self.plan_wait_for_all(),
             Rung::UnmapStale => self.plan_unmap_stale(),
             Rung::Synchronize => self.plan_synchronize(),
+            Rung::HandBack => self.plan_hand_back(only),
             Rung::ReleaseCached => match only {
                 None => self.plan_release_all(true),
                 Some(pool) => self.plan_release_of(pool),
@@ -308,14 +345,31 @@ impl DeviceState {
         &mut self,
         outcome: Outcome,
         ladder: &mut Ladder,
-    ) -> Result<Option<DevicePtr>, DriverError> {
+    ) -> Result<Option<DevicePtr>, AllocError> {
         // A wait on the GPU that fails, or that a capture forbids, is no failure either: a later rung needs none.
         let is_of_wait = |error: DriverError| matches!(error.call, Call::WaitEvent | Call::CaptureStatus);
         let is_no_failure = |error: DriverError| error.is_out_of_memory() || is_of_wait(error);
-        let refused = |error: DriverError| if is_no_failure(error) { Ok(None) } else { Err(error) };
+        let refused = |error: DriverError| if is_no_failure(error) { Ok(None) } else { Err(error.into()) };
         match outcome {
-            Outcome::Obtained(obtain, Ok(address)) => Ok(Some(self.commit_obtain(&obtain, address, &ladder.request))),
-            Outcome::Obtained(_, Err(error)) | Outcome::Reserved(_, Err(error)) => refused(error),
+            Outcome::Obtained(obtain, result) => {
+                self.keep_promise(&obtain);
+                match result {
+                    Ok(address) => match self.commit_obtain(&obtain, address, &ladder.request) {
+                        Ok(address) => Ok(Some(address)),
+                        Err(error) => {
+                            ladder.unusable = Departure::of(obtain, address);
+                            Err(error.into())
+                        }
+                    },
+                    Err(ObtainError::OutOfMemory) => {
+                        ladder.refused_by = Some(obtain.user.pool);
+                        Ok(None)
+                    }
+                    Err(ObtainError::Driver(error)) => refused(error),
+                    Err(ObtainError::Source(error)) => Err(error.into()),
+                }
+            }
+            Outcome::Reserved(_, Err(error)) => refused(error),
             Outcome::Reserved(reserve, Ok(base)) => {
                 self.commit_reserve(&reserve, base);
                 ladder.go_on();
@@ -349,19 +403,20 @@ impl DeviceState {
     }
 
     /// Takes note of an outcome that serves no request. The state is right again in any case; the error is reported.
-    pub(crate) fn commit(&mut self, outcome: Outcome) -> Result<(), DriverError> {
+    pub(crate) fn commit(&mut self, outcome: Outcome) -> Result<(), AllocError> {
+        let fail = |error: Option<DriverError>| error.map_or(Ok(()), |error| Err(error.into()));
         match outcome {
             Outcome::Closed(closings, error) => {
                 self.commit_close(closings);
-                error.map_or(Ok(()), Err)
+                fail(error)
             }
             Outcome::Polled(marks, error) => {
                 self.commit_done(&marks);
-                error.map_or(Ok(()), Err)
+                fail(error)
             }
             Outcome::Waited(marks, result) => {
                 self.commit_wait(&marks, result);
-                result
+                Ok(result?)
             }
             Outcome::Synchronized(synchronize, result) => {
                 if result? {
@@ -371,12 +426,18 @@ impl DeviceState {
             }
             Outcome::Unmapped(runs, error) => {
                 self.commit_unmap(runs);
-                error.map_or(Ok(()), Err)
+                fail(error)
             }
             Outcome::Released(released) => {
                 let error = released.error;
                 self.commit_release(released);
-                error.map_or(Ok(()), Err)
+                fail(error)
+            }
+            Outcome::HandedBack(departures) => {
+                let failed =
+                    departures.iter().find(|(_, result)| result.is_err()).map(|(departure, _)| departure.failure());
+                self.commit_hand_back(departures);
+                failed.map_or(Ok(()), |error| Err(error.into()))
             }
             Outcome::Obtained(..)
             | Outcome::Reserved(..)

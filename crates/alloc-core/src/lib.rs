@@ -37,6 +37,7 @@ mod settle;
 pub mod simulated_gpu;
 pub mod size;
 pub mod snapshot;
+pub mod source;
 mod stale;
 pub mod stats;
 mod sync;

@@ -4,15 +4,18 @@
 //! [`execute`](crate::execute) carries it out without the state; the state then takes note of the outcome. So a driver
 //! call that fails, or that takes long, never leaves the state half changed or locked.
 
+use std::fmt;
+
 use crate::{
     backing::{SpanIx, mapping::Mapping},
     block::BlockId,
     driver::DriverError,
     event::{Closed, Closing, Mark, StreamIx},
-    id::{DeviceId, DevicePtr, Event, PhysicalHandle, Stream},
+    id::{DeviceId, DevicePtr, Event, PhysicalHandle, PoolId, Stream, StreamHandle},
     last_use::Epoch,
     pool_set::PoolIx,
     size::SizeClass,
+    source::{Origin, SharedSource, SourceError, SourceFailed},
 };
 
 /// Driver calls to be made.
@@ -26,7 +29,7 @@ pub(crate) enum Plan {
     Wait(Vec<Mark>),
     /// Wait on the host until devices are idle, unless one of their streams is capturing. Under no lock.
     Synchronize(Synchronize),
-    /// Allocate a segment.
+    /// Allocate a segment. Under no lock if it is a source that is asked.
     Obtain(Obtain),
     /// Set addresses aside.
     Reserve(Reserve),
@@ -38,8 +41,21 @@ pub(crate) enum Plan {
     TakeOver(TakeOver),
     /// Give memory back.
     Release(Release),
+    /// Give segments back to the sources that they came from. Under no lock.
+    HandBack(Vec<Departure>),
     /// Ask the user's callback to free something. Under no lock.
     CallBack,
+}
+
+impl Plan {
+    /// Whether the program's own code is called, which may do anything, and so must not meet a lock.
+    pub(crate) fn is_foreign(&self) -> bool {
+        match self {
+            Self::Obtain(obtain) => !obtain.origin.is_driver(),
+            Self::HandBack(_) | Self::CallBack => true,
+            _ => false,
+        }
+    }
 }
 
 /// Synchronises of devices, and the epochs that they prove over.
@@ -54,11 +70,21 @@ pub(crate) struct Synchronize {
 }
 
 /// A segment for one request.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Obtain {
     pub(crate) device: DeviceId,
     pub(crate) pool: PoolIx,
     pub(crate) size: u64,
+    /// Who is asked.
+    pub(crate) origin: Origin,
+    pub(crate) user: User,
+}
+
+/// Whose memory a segment is, in the program's words.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct User {
+    pub(crate) pool: PoolId,
+    pub(crate) stream: StreamHandle,
 }
 
 /// An address range for one pool.
@@ -213,6 +239,37 @@ pub(crate) struct ReleaseSegment {
     pub(crate) base: DevicePtr,
 }
 
+/// A segment on its way back to its source. No block and no span stands for it any more.
+pub(crate) struct Departure {
+    pub(crate) device: DeviceId,
+    pub(crate) pool: PoolIx,
+    pub(crate) base: DevicePtr,
+    pub(crate) size: u64,
+    pub(crate) source: SharedSource,
+    pub(crate) user: User,
+}
+
+impl Departure {
+    /// What was obtained just now, to go back at once; `None` if it came from the driver.
+    pub(crate) fn of(obtain: Obtain, base: DevicePtr) -> Option<Self> {
+        let Obtain { device, pool, size, origin, user } = obtain;
+        let Origin::Source(source) = origin else { return None };
+        Some(Self { device, pool, base, size, source, user })
+    }
+
+    /// What is to be said if the source does not take it back.
+    pub(crate) fn failure(&self) -> SourceError {
+        SourceError::NotTakenBack { pool: self.user.pool, address: self.base, size: self.size }
+    }
+}
+
+impl fmt::Debug for Departure {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { device, pool, base, size, source: _, user } = self;
+        write!(formatter, "Departure of {size} bytes at {base:?} of {pool:?} on {device}, {user:?}")
+    }
+}
+
 /// Whole handles to be unmapped and released: the block over them is claimed.
 #[derive(Clone, Debug)]
 pub(crate) struct ReleaseRun {
@@ -256,7 +313,7 @@ pub(crate) enum Outcome {
     Waited(Vec<Mark>, Result<(), DriverError>),
     /// `Ok(false)`: a stream was capturing, and nothing was waited for.
     Synchronized(Synchronize, Result<bool, DriverError>),
-    Obtained(Obtain, Result<DevicePtr, DriverError>),
+    Obtained(Obtain, Result<DevicePtr, ObtainError>),
     Reserved(Reserve, Result<DevicePtr, DriverError>),
     /// The handles that were created, in the order of the holes and their sources.
     Mapped(Map, Result<Vec<PhysicalHandle>, MapFailure>),
@@ -264,7 +321,20 @@ pub(crate) enum Outcome {
     Unmapped(Vec<(UnmapRun, bool)>, Option<DriverError>),
     TookOver(TakeOver, Result<(), DriverError>),
     Released(Released),
+    /// Each segment with what its source answered.
+    HandedBack(Vec<(Departure, Result<(), SourceFailed>)>),
     CalledBack(bool),
+}
+
+/// Why a segment was not obtained.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum ObtainError {
+    /// The driver refused.
+    Driver(DriverError),
+    /// The source has too little memory.
+    OutOfMemory,
+    /// The source refused.
+    Source(SourceError),
 }
 
 /// Why holes could not be filled.

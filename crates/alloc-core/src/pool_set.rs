@@ -14,6 +14,7 @@ use crate::{
     id::PoolId,
     pool::FreeIndex,
     size::SizeClass,
+    source::{Origin, SourceError},
     stats::Family,
 };
 
@@ -36,8 +37,10 @@ pub(crate) struct Pool {
     pub(crate) index: FreeIndex,
     /// The blocks in state `Unmapped`, by address.
     pub(crate) unmapped: BTreeMap<u64, BlockId>,
-    /// Segments and ranges that belong to this pool.
+    /// Segments and ranges that belong to this pool, departing ones too.
     pub(crate) spans: usize,
+    /// Where its segments come from. The driver's pools may have ranges instead.
+    pub(crate) origin: Origin,
     /// Requests that came to this pool: its clock, by which the age of idle blocks is told.
     pub(crate) requests: u64,
     /// Requests that are climbing the ladder with this pool in their hands, which so stays where it is.
@@ -79,11 +82,13 @@ pub(crate) struct PrivatePool {
     pub(crate) serves_when_out: bool,
     /// Whether its blocks may be cut.
     may_split: bool,
+    /// Where the segments of its pools come from.
+    origin: Origin,
 }
 
 impl PrivatePool {
     /// A pool with one user and no memory.
-    fn new(id: PoolId) -> Self {
+    fn new(id: PoolId, origin: Origin) -> Self {
         Self {
             id,
             state: PrivateState::Live { users: 1 },
@@ -93,6 +98,7 @@ impl PrivatePool {
             is_silent: false,
             serves_when_out: false,
             may_split: true,
+            origin,
         }
     }
 
@@ -152,13 +158,16 @@ impl PoolSet {
         }
         let pool = self.add(Some(private), stream, class);
         self[pool].may_split = self.private(private).may_split;
+        self[pool].origin = self.private(private).origin.clone();
         self.private_mut(private).pools.push(pool);
         pool
     }
 
     fn add(&mut self, owner: Option<PrivateIx>, stream: StreamIx, class: SizeClass) -> PoolIx {
         let (index, unmapped) = (FreeIndex::default(), BTreeMap::new());
-        let pool = Pool { owner, stream, class, index, unmapped, spans: 0, requests: 0, climbers: 0, may_split: true };
+        let origin = Origin::Driver;
+        let pool =
+            Pool { owner, stream, class, index, unmapped, spans: 0, origin, requests: 0, climbers: 0, may_split: true };
         PoolIx(place(&mut self.pools, pool))
     }
 
@@ -209,7 +218,19 @@ impl PoolSet {
             }
             return private;
         }
-        PrivateIx(place(&mut self.privates, PrivatePool::new(id)))
+        PrivateIx(place(&mut self.privates, PrivatePool::new(id, Origin::Driver)))
+    }
+
+    /// Creates a private pool whose segments come from elsewhere.
+    ///
+    /// # Errors
+    ///
+    /// [`SourceError::PoolExists`]: a live pool has its segments from where it has them.
+    pub(crate) fn create_from(&mut self, id: PoolId, origin: Origin) -> Result<PrivateIx, SourceError> {
+        match self.find_live(id) {
+            Some(_) => Err(SourceError::PoolExists { pool: id }),
+            None => Ok(PrivateIx(place(&mut self.privates, PrivatePool::new(id, origin)))),
+        }
     }
 
     /// As [`create`](Self::create), for a user whose requests are routed to the pool from now on.

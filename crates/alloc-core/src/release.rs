@@ -24,7 +24,7 @@ impl DeviceState {
         self.stuck = held;
         let strays = std::mem::take(&mut self.strays);
         let mut release = Release { runs, strays, ..Release::default() };
-        let pools: Vec<PoolIx> = self.pools.ids().filter(|pool| self.pools.is_releasable(*pool)).collect();
+        let pools: Vec<PoolIx> = self.pools.ids().filter(|pool| self.may_go_back(*pool)).collect();
         self.claim_all_of(pools, &mut release);
         if events {
             release.events = self.streams.take_idle_events();
@@ -34,11 +34,16 @@ impl DeviceState {
 
     /// What a released private pool holds that may go back.
     pub(crate) fn plan_release_of(&mut self, id: PoolId) -> Option<Plan> {
-        let of_pool = |pool: &PoolIx| self.pool_id(*pool) == id && self.pools.is_releasable(*pool);
+        let of_pool = |pool: &PoolIx| self.pool_id(*pool) == id && self.may_go_back(*pool);
         let pools: Vec<PoolIx> = self.pools.ids().filter(of_pool).collect();
         let mut release = Release::default();
         self.claim_all_of(pools, &mut release);
         (!release.is_empty()).then_some(Plan::Release(release))
+    }
+
+    /// Whether idle memory of the pool may go back to the driver: it is the driver's, and no graph runs on it.
+    fn may_go_back(&self, pool: PoolIx) -> bool {
+        !self.is_sourced(pool) && self.pools.is_releasable(pool)
     }
 
     /// Claims all idle memory of these pools that may go back, and their empty ranges.
@@ -46,7 +51,7 @@ impl DeviceState {
         for pool in pools {
             let idle: Vec<FreeBlock> = self.pools[pool].index.iter().collect();
             for entry in idle {
-                if self.is_paged() {
+                if self.is_paged(pool) {
                     self.claim_runs(entry.id, &mut release.runs);
                 } else {
                     release.segments.extend(self.claim_segment(entry.id));
@@ -60,8 +65,7 @@ impl DeviceState {
     /// Cached segments that are too large to be split, enough of them for the request: torch's
     /// `release_available_cached_blocks`. They come from the request's own pool, which may be a graph's.
     pub(crate) fn plan_release_oversize(&mut self, request: &Request) -> Option<Plan> {
-        let limit =
-            self.config.max_split_size.filter(|_| !self.is_paged() && self.pools.is_releasable(request.pool))?;
+        let limit = self.config.max_split_size.filter(|_| !self.has_ranges() && self.may_go_back(request.pool))?;
         let wanted = request.rounded.max(limit);
         let index = &self.pools[request.pool].index;
         let chosen = if let Some(single) = index.best_fit(wanted) {
@@ -91,7 +95,7 @@ impl DeviceState {
         let limit = self.limit.min(self.capabilities.total_bytes);
         let keep = (limit as f64 * threshold) as u64;
         let excess = self.stats.reserved_bytes.all.current.saturating_sub(keep);
-        if threshold == 0.0 || excess == 0 || self.is_paged() {
+        if threshold == 0.0 || excess == 0 || self.has_ranges() {
             return None;
         }
         let mut candidates: Vec<(u64, FreeBlock)> = Vec::new();

@@ -8,6 +8,7 @@ use crate::{
     id::{DeviceId, Event},
     last_use::Epoch,
     plan::{Plan, Synchronize},
+    pool_set::PoolIx,
 };
 
 impl DeviceState {
@@ -30,29 +31,34 @@ impl DeviceState {
     /// Events for all streams that pending blocks wait for and that none answers for yet; and, once there are enough of
     /// them, for the last uses of new stale mappings.
     pub(crate) fn plan_close_pending(&mut self) -> Option<Plan> {
-        let pending = self.streams.ids().filter_map(|stream| {
-            let (epoch, _) = self.streams.waiting(stream).last()?;
-            Some((stream, epoch))
-        });
-        let mut needed: Vec<_> = pending.collect();
+        let mut needed: Vec<_> = self.awaited_epochs().collect();
         needed.extend(self.take_fresh_uses());
         needed.sort_unstable();
         self.plan_close(needed)
     }
 
-    /// As [`plan_close_pending`](Self::plan_close_pending), and for every last use of memory that may be unmapped:
-    /// idle now, or once the pending blocks are.
+    /// As [`plan_close_pending`](Self::plan_close_pending), and for every last use of memory that may be unmapped or go
+    /// back to its source: idle now, or once the pending blocks are.
     pub(crate) fn plan_close_all(&mut self) -> Option<Plan> {
-        if !self.is_paged() {
-            return self.plan_close_pending();
-        }
+        // The driver waits by itself before it takes a segment back, and nobody else does.
+        let needs_proof = |pool: &PoolIx| self.is_paged(*pool) || self.is_sourced(*pool);
         let pending = self.streams.ids().flat_map(|stream| self.streams.waiting(stream)).map(|(_, block)| block);
-        let releasable = self.pools.ids().filter(|pool| self.pools.is_releasable(*pool));
+        let pending = pending.filter(|block| needs_proof(&self.blocks[*block].pool));
+        let releasable = self.pools.ids().filter(|pool| needs_proof(pool) && self.pools.is_releasable(*pool));
         let idle = releasable.flat_map(|pool| self.pools[pool].index.iter()).map(|entry| entry.id);
         let held = pending.chain(idle).chain(self.stale.iter().map(|stale| stale.block));
         let mut needed: Vec<_> = held.flat_map(|block| self.blocks[block].last_use.iter()).collect();
+        needed.extend(self.awaited_epochs());
         needed.sort_unstable();
         self.plan_close(needed)
+    }
+
+    /// For each stream that blocks wait for, the last epoch that they wait for.
+    fn awaited_epochs(&self) -> impl Iterator<Item = (StreamIx, Epoch)> + '_ {
+        self.streams.ids().filter_map(|stream| {
+            let (epoch, _) = self.streams.waiting(stream).last()?;
+            Some((stream, epoch))
+        })
     }
 
     /// `needed` names streams with the epochs that shall be answered for, the highest of each stream last.

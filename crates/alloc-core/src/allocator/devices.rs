@@ -79,7 +79,7 @@ impl<D: Driver> Allocator<D> {
         let recording = self.recording()?;
         let mut state = DeviceState::new(id, capabilities, &self.config, recording);
         state.is_tracked = self.is_tracked();
-        if state.is_paged() {
+        if state.has_ranges() {
             state.access.extend(self.peers_of(id)?);
         }
         for other in self.devices.starting_with(id) {
@@ -162,7 +162,7 @@ impl<D: Driver> Allocator<D> {
         // Nothing is mapped or unmapped on the device while the slow lock is held.
         let _slow = device.slow()?;
         let state = device.fast()?;
-        if !state.is_paged() || self.config.peers != Peers::Used || state.access.contains(&newcomer) {
+        if !state.has_ranges() || self.config.peers != Peers::Used || state.access.contains(&newcomer) {
             return Ok(());
         }
         let runs = state.mapped_runs();

@@ -140,6 +140,7 @@ impl<D: Driver> Allocator<D> {
         {
             state.release_pool(pool);
         }
+        self.drop_unused_sources();
     }
 
     /// Keeps the memory at `address`, which must be allocated, where it is: neither moved nor returned to the driver,

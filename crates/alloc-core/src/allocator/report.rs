@@ -164,11 +164,13 @@ impl<D: Driver> Allocator<D> {
     }
 
     /// The error for a request that nothing could serve.
-    pub(super) fn out_of_memory(&self, device: &Device, requested: u64) -> AllocError {
+    ///
+    /// `refused_by` is the private pool whose own source gave nothing.
+    pub(super) fn out_of_memory(&self, device: &Device, requested: u64, refused_by: Option<PoolId>) -> AllocError {
         let device_free = self.driver().memory_info(device.id).ok().map(|info| info.free_bytes);
         match device.fast() {
             Ok(mut state) => {
-                let report = state.on_out_of_memory(requested, device_free);
+                let report = OutOfMemory { refused_by, ..state.on_out_of_memory(requested, device_free) };
                 AllocError::OutOfMemory(Box::new(report))
             }
             Err(error) => error,
@@ -202,6 +204,7 @@ impl DeviceState {
             private: 0,
             policy: self.rules,
             virtual_memory: self.capabilities.virtual_memory,
+            refused_by: None,
         };
         for pool in self.pools.ids().filter(|pool| self.pools[*pool].owner.is_none()) {
             report.cached += self.pools[pool].index.iter().map(|entry| entry.size).sum::<u64>();

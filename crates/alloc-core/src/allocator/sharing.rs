@@ -13,6 +13,7 @@ use crate::{
     error::AllocError,
     id::{DeviceId, DevicePtr, PhysicalHandle},
     plan::{Outcome, Plan, Synchronize},
+    source::{Origin, SourceError},
 };
 
 /// What names an allocation to another process.
@@ -58,9 +59,10 @@ impl<D: Driver> Allocator<D> {
     /// # Errors
     ///
     /// [`AllocError::Driver`] if the driver cannot name it: some containers and devices do not let memory be exported.
+    /// [`AllocError::Source`] if it comes from elsewhere than the driver.
     pub fn share(&self, address: DevicePtr, abandon: impl FnMut(i32)) -> Result<Option<Shared>, AllocError> {
         for device in self.devices.starting_with(DeviceId(0)) {
-            let Some(backing) = device.fast()?.backing_of(address) else { continue };
+            let Some(backing) = device.fast()?.backing_of(address)? else { continue };
             let (base, name) = self.relaxed(|| self.name(device, backing, abandon))?;
             return Ok(Some(Shared { offset: address.0 - base, name }));
         }
@@ -181,20 +183,21 @@ impl<D: Driver> Allocator<D> {
 
 impl DeviceState {
     /// What stands behind the allocation at an address.
-    fn backing_of(&self, address: DevicePtr) -> Option<Backing> {
-        let block = self.blocks.at(address.0).map(|id| &self.blocks[id])?;
-        if block.state != BlockState::Allocated {
-            return None;
-        }
+    fn backing_of(&self, address: DevicePtr) -> Result<Option<Backing>, SourceError> {
+        let block = self.blocks.at(address.0).map(|id| &self.blocks[id]);
+        let Some(block) = block.filter(|block| block.state == BlockState::Allocated) else { return Ok(None) };
         let span = &self.spans[block.span];
-        Some(match &span.kind {
-            SpanKind::Segment => Backing::Segment { base: span.base },
+        Ok(Some(match &span.kind {
+            SpanKind::Segment(Origin::Driver) => Backing::Segment { base: span.base },
+            SpanKind::Segment(Origin::Source(_)) => {
+                return Err(SourceError::NotShareable { pool: self.pool_id(span.pool) });
+            }
             SpanKind::Range(mappings) => {
                 let behind = mappings.overlapping(block.address, block.end()).collect::<Vec<_>>();
                 let base = behind.first().map_or(block.address, |mapping| mapping.address);
                 let handles = behind.iter().map(|mapping| (mapping.handle, mapping.size)).collect();
                 Backing::Handles { base, handles }
             }
-        })
+        }))
     }
 }

@@ -13,7 +13,7 @@ use crate::{
     error::AllocError,
     history::Action,
     id::{DeviceId, DevicePtr, PoolId, StreamHandle},
-    plan::{Outcome, Plan, ReleaseRun, RunOutcome},
+    plan::{Departure, Outcome, Plan, ReleaseRun, RunOutcome},
     pool_set::PoolIx,
 };
 
@@ -77,7 +77,10 @@ impl<D: Driver> Allocator<D> {
 impl Device {
     /// What goes if the plan is carried out.
     pub(super) fn leaving(&self, plan: &Plan) -> Vec<Tracked> {
-        self.news(|state| state.leaving(plan))
+        match plan {
+            Plan::Release(_) | Plan::HandBack(_) => self.news(|state| state.leaving(plan)),
+            _ => Vec::new(),
+        }
     }
 
     /// What came, or was to go and stayed.
@@ -92,7 +95,16 @@ impl Device {
 
 impl DeviceState {
     fn leaving(&self, plan: &Plan) -> Vec<Tracked> {
-        let Plan::Release(release) = plan else { return Vec::new() };
+        let release = match plan {
+            Plan::Release(release) => release,
+            Plan::HandBack(departures) => {
+                return departures
+                    .iter()
+                    .map(|departure| self.about_departure(Action::SegmentFree, departure))
+                    .collect();
+            }
+            _ => return Vec::new(),
+        };
         let segments = release.segments.iter().map(|segment| self.about_block(Action::SegmentFree, segment.block));
         let runs = release.runs.iter().filter(|run| !run.is_stuck);
         segments.chain(runs.map(|run| self.about_run(Action::SegmentUnmap, run))).collect()
@@ -116,8 +128,16 @@ impl DeviceState {
                 let kept = released.runs.iter().filter(is_kept);
                 segments.chain(kept.map(|(run, _)| self.about_run(Action::SegmentMap, run))).collect()
             }
+            Outcome::HandedBack(departures) => {
+                let kept = departures.iter().filter(|(_, result)| result.is_err());
+                kept.map(|(departure, _)| self.about_departure(Action::SegmentAlloc, departure)).collect()
+            }
             _ => Vec::new(),
         }
+    }
+
+    fn about_departure(&self, action: Action, departure: &Departure) -> Tracked {
+        self.about(action, departure.base.0, departure.size, departure.pool)
     }
 
     fn about_block(&self, action: Action, id: BlockId) -> Tracked {

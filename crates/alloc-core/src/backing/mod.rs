@@ -2,7 +2,8 @@
 //!
 //! A *segment* is one driver allocation, all of it memory from first to last (torch's default). A *range* is addresses
 //! set aside, with physical handles mapped where they are needed (torch's expandable segments). Which of the two a device
-//! uses is chosen once, when the device is first used.
+//! uses is chosen once, when the device is first used; but private pools with a [source](crate::source) of their own have
+//! segments on every device.
 
 pub(crate) mod contiguous;
 pub(crate) mod expand;
@@ -11,10 +12,11 @@ pub(crate) mod mapping;
 pub(crate) mod moving;
 pub(crate) mod paged;
 pub(crate) mod segments;
+pub(crate) mod sourced;
 
 use std::ops::{Index, IndexMut};
 
-use crate::pool_set::PoolIx;
+use crate::{pool_set::PoolIx, source::Origin};
 use mapping::Mappings;
 
 /// A span's place in the [`SpanTable`].
@@ -33,8 +35,8 @@ pub(crate) struct Span {
 /// What stands behind a span's addresses.
 #[derive(Debug)]
 pub(crate) enum SpanKind {
-    /// Memory, from first to last.
-    Segment,
+    /// Memory, from first to last; and where it goes back to.
+    Segment(Origin),
     /// Addresses set aside, with handles where there are any.
     Range(Mappings),
 }
@@ -44,7 +46,7 @@ impl Span {
     pub(crate) fn mappings(&self) -> &Mappings {
         match &self.kind {
             SpanKind::Range(mappings) => mappings,
-            SpanKind::Segment => unreachable!("a segment has no handles"),
+            SpanKind::Segment(_) => unreachable!("a segment has no handles"),
         }
     }
 
@@ -52,14 +54,14 @@ impl Span {
     pub(crate) fn mappings_mut(&mut self) -> &mut Mappings {
         match &mut self.kind {
             SpanKind::Range(mappings) => mappings,
-            SpanKind::Segment => unreachable!("a segment has no handles"),
+            SpanKind::Segment(_) => unreachable!("a segment has no handles"),
         }
     }
 
     /// The bytes of memory in the span.
     pub(crate) fn reserved(&self) -> u64 {
         match &self.kind {
-            SpanKind::Segment => self.size,
+            SpanKind::Segment(_) => self.size,
             SpanKind::Range(mappings) => mappings.bytes(),
         }
     }
@@ -83,6 +85,11 @@ impl SpanTable {
 
     pub(crate) fn remove(&mut self, span: SpanIx) {
         self.spans[span.0 as usize] = None;
+    }
+
+    /// Whether some span has one of these addresses.
+    pub(crate) fn overlaps(&self, base: u64, end: u64) -> bool {
+        self.spans.iter().flatten().any(|span| span.base < end && base < span.base + span.size)
     }
 
     /// The spans there are, in address order.

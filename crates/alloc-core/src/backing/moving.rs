@@ -144,7 +144,7 @@ impl DeviceState {
                 || (lenders == Lenders::AfterWait && asking.is_some() && self.may_wait_for(stream))
         };
         let mut donors: Vec<(u64, Donor)> = Vec::new();
-        let lent = self.pools.ids().filter(|pool| self.pools.is_releasable(*pool));
+        let lent = self.pools.ids().filter(|pool| self.pools.is_releasable(*pool) && self.is_paged(*pool));
         for entry in lent.flat_map(|pool| self.pools[pool].index.iter()) {
             let block = &self.blocks[entry.id];
             if block.last_use.iter().all(is_ordered) {
@@ -304,7 +304,7 @@ impl DeviceState {
     /// Else from the start, also where less would be left in handles used in part: the neighbour there is most often the
     /// younger one, so blocks that are freed in the order in which they came leave one gap, and not many.
     pub(crate) fn cuts_end(&self, whole: FreeBlock, request: &Request, class: SizeClass) -> bool {
-        if self.rules != Policy::Rallocator || class == SizeClass::Small {
+        if self.rules_of(request.pool) != Policy::Rallocator || class == SizeClass::Small {
             return false;
         }
         let mappings = self.spans[self.blocks[whole.id].span].mappings();

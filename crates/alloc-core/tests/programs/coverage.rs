@@ -4,7 +4,13 @@
 
 use std::{collections::BTreeMap, fmt};
 
-use alloc_core::{Rung, allocator::FreeOutcome, driver::Call, history::Action, simulated_gpu::SimulatedGpu};
+use alloc_core::{
+    Rung,
+    allocator::FreeOutcome,
+    driver::{Call, sim::SourceCounts},
+    history::Action,
+    simulated_gpu::SimulatedGpu,
+};
 
 use crate::{
     operation::{End, FAULTS},
@@ -15,7 +21,7 @@ use crate::{
 pub(crate) const REACHED_MIN: u64 = 100;
 
 /// Transitions that neither the history nor a rung tells of, by the name that the report gives them.
-const TRANSITIONS: [&str; 24] = [
+const TRANSITIONS: [&str; 30] = [
     "alloc",
     "bad free: foreign",
     "bad free: null",
@@ -39,6 +45,12 @@ const TRANSITIONS: [&str; 24] = [
     "segment_free",
     "segment_map",
     "segment_unmap",
+    "source failed",
+    "source gave",
+    "source had nothing",
+    "source kept back",
+    "source took back",
+    "source unusable",
     "split",
 ];
 
@@ -85,6 +97,16 @@ impl Coverage {
 
     pub(crate) fn on_pool(&mut self, is_revived: bool) {
         self.count(if is_revived { "pool revived" } else { "pool begun" }, 1);
+    }
+
+    pub(crate) fn on_source(&mut self, counts: SourceCounts) {
+        let SourceCounts { given, taken_back, empty, failed, unusable, kept } = counts;
+        self.count("source gave", given);
+        self.count("source took back", taken_back);
+        self.count("source had nothing", empty);
+        self.count("source failed", failed);
+        self.count("source unusable", unusable);
+        self.count("source kept back", kept);
     }
 
     /// Takes over what the allocator and the driver counted by the end of a program.

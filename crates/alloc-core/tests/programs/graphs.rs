@@ -20,7 +20,8 @@ const CAPTURES_MAX: usize = 2;
 impl World {
     pub(crate) fn begin_capture(&mut self, stream: Pick, pool: Pick, mode: u8) -> Result<Step, Failure> {
         let Some(origin) = self.eager_stream(stream) else { return Ok(Step::Skipped) };
-        let id = PoolId(1 + u64::from(pool) % 3, 0);
+        // A fourth has a source of its own.
+        let id = PoolId(1 + u64::from(pool) % 4, 0);
         let device = self.streams[origin].device;
         let is_busy = self
             .captures

@@ -19,5 +19,6 @@ mod order;
 mod pools;
 mod properties;
 mod runner;
+mod sources;
 mod streams;
 mod world;

@@ -30,17 +30,20 @@ impl World {
         let pool = self.expected_pool(own);
         let routed = self.gpu.allocator().route(device, handle);
         ensure(routed == pool.map(|pool| self.pools[pool].id), || format!("{handle:?} is routed to {routed:?}"))?;
-        let faults = self.faults_hit();
+        let (faults, mishaps) = (self.faults_hit(), self.mishaps());
         let result = self.gpu.malloc(size, device, handle);
         let address = match result {
             Ok(address) => address.ok_or("memory for nothing")?,
             Err(SimulatedGpuError::Alloc(AllocError::OutOfMemory(_))) => {
-                if self.faults_hit() == faults {
+                if self.faults_hit() == faults && self.mishaps() == mishaps {
                     self.check_exhausted(device, size)?;
                 }
                 return Ok(None);
             }
             Err(error) if is_refusal(&error) && self.faults_hit() > faults => return Ok(None),
+            Err(SimulatedGpuError::Alloc(error)) if self.is_mishap(&error) && self.mishaps() > mishaps => {
+                return Ok(None);
+            }
             Err(error) => return Err(format!("malloc failed: {error}")),
         };
         ensure(address.0.is_multiple_of(size::BLOCK_GRANULARITY), || format!("{address:?} is not aligned"))?;
@@ -151,9 +154,12 @@ impl World {
     }
 
     pub(crate) fn empty_cache(&mut self) -> Result<Step, Failure> {
-        let faults = self.faults_hit();
+        let (faults, mishaps) = (self.faults_hit(), self.mishaps());
         match self.gpu.empty_cache() {
             Ok(()) => Ok(Step::Executed),
+            Err(SimulatedGpuError::Alloc(error)) if self.is_mishap(&error) && self.mishaps() > mishaps => {
+                Ok(Step::Executed)
+            }
             Err(error) if is_refusal(&error) && self.faults_hit() > faults => Ok(Step::Executed),
             Err(error) => Err(format!("the cache cannot be emptied: {error}")),
         }

@@ -52,6 +52,8 @@ pub(crate) struct Pool {
     pub(crate) id: PoolId,
     /// Begins that no release has answered.
     pub(crate) users: u32,
+    /// Its source, among the program's, if it has one of its own.
+    pub(crate) source: Option<usize>,
     /// Whether graphs use it.
     pub(crate) is_for_graphs: bool,
     /// Streams after all of which the next use of a graph pool has to come.

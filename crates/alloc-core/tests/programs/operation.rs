@@ -4,7 +4,7 @@
 //! stream among the streams), modulo their number. So every operation means something in every program, and a program
 //! that fails shrinks well: what is left keeps its meaning.
 
-use alloc_core::driver::{Call, Status};
+use alloc_core::driver::{Call, Status, sim::Mishap};
 use proptest::{
     prelude::*,
     strategy::{BoxedStrategy, Union},
@@ -83,6 +83,10 @@ pub(crate) enum Operation {
     EndPool { pool: Pick },
     /// Such a pool loses one user.
     ReleasePool { pool: Pick },
+    /// A stream's requests go to a private pool with a source of its own, which is made if it is not there.
+    BeginSourced { pool: Pick, stream: Pick },
+    /// Such a source will do something wrong.
+    Mishap { source: Pick, what: Mishap },
     /// A block's memory is pinned.
     Pin { block: Pick },
     /// A pin is taken back.
@@ -200,6 +204,16 @@ fn end() -> impl Strategy<Value = End> {
     prop_oneof![6 => Just(End::Joined), 1 => Just(End::Unjoined), 1 => Just(End::Aborted)]
 }
 
+fn mishap() -> impl Strategy<Value = Mishap> {
+    proptest::sample::select(vec![
+        Mishap::GivesNothing,
+        Mishap::FailsToGive,
+        Mishap::GivesMisaligned,
+        Mishap::GivesTwice,
+        Mishap::DoesNotTakeBack,
+    ])
+}
+
 /// One operation, chosen by the theme's weights.
 fn operation(theme: Theme) -> BoxedStrategy<Operation> {
     use Operation as O;
@@ -243,6 +257,8 @@ fn operation(theme: Theme) -> BoxedStrategy<Operation> {
         ([1, 0, 2, 1, 1], (pick(), pick()).prop_map(|(pool, stream)| O::BeginPool { pool, stream }).boxed()),
         ([1, 0, 2, 1, 1], pick().prop_map(|pool| O::EndPool { pool }).boxed()),
         ([1, 0, 2, 1, 1], pick().prop_map(|pool| O::ReleasePool { pool }).boxed()),
+        ([1, 1, 2, 1, 2], (pick(), pick()).prop_map(|(pool, stream)| O::BeginSourced { pool, stream }).boxed()),
+        ([0, 0, 0, 1, 3], (pick(), mishap()).prop_map(|(source, what)| O::Mishap { source, what }).boxed()),
         ([1, 0, 1, 1, 1], pick().prop_map(|block| O::Pin { block }).boxed()),
         ([1, 0, 1, 1, 1], pick().prop_map(|pin| O::Unpin { pin }).boxed()),
         ([2, 4, 1, 0, 2], pick().prop_map(|stream| O::DestroyStream { stream }).boxed()),

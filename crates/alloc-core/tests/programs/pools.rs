@@ -7,6 +7,7 @@ use alloc_core::id::PoolId;
 use crate::{
     model::{Held, Pool, Route, Routed, Slot},
     operation::Pick,
+    sources::is_sourced,
     world::{Failure, Step, World, is_refusal, picked, text},
 };
 
@@ -21,6 +22,9 @@ impl World {
     ) -> Result<Option<usize>, Failure> {
         let handle = self.enter(slot);
         let device = self.streams[slot].device;
+        if is_sourced(id) && !self.make_sourced(device, id, is_for_graphs)? {
+            return Ok(None);
+        }
         let faults = self.faults_hit();
         match self.gpu.begin_pool(id, handle) {
             Ok(()) => {}
@@ -31,7 +35,7 @@ impl World {
         let position = self.pools.iter().position(is_it).unwrap_or_else(|| {
             let is_revived = self.pools.iter().any(|pool| (pool.device, pool.id) == (device, id));
             self.coverage.on_pool(is_revived);
-            self.pools.push(Pool { device, id, users: 0, is_for_graphs, used_on: BTreeSet::new() });
+            self.pools.push(Pool { device, id, users: 0, source: None, is_for_graphs, used_on: BTreeSet::new() });
             self.pools.len() - 1
         });
         self.pools[position].users += 1;

@@ -19,6 +19,7 @@ use crate::{
     machine::Machine,
     model::{Capture, Graph, Held, Pool, ProgramStream, Route, Slot},
     operation::Operation,
+    sources::ProgramSource,
 };
 
 /// Why a program failed its checks.
@@ -54,6 +55,7 @@ pub(crate) struct World {
     pub(crate) streams: Vec<ProgramStream>,
     pub(crate) held: Vec<Held>,
     pub(crate) pools: Vec<Pool>,
+    pub(crate) sources: Vec<ProgramSource>,
     pub(crate) routes: Vec<Route>,
     pub(crate) captures: Vec<Capture>,
     pub(crate) graphs: Vec<Graph>,
@@ -88,6 +90,7 @@ impl World {
             streams: STREAMS.into_iter().map(stream).collect(),
             held: Vec::new(),
             pools: Vec::new(),
+            sources: Vec::new(),
             routes: Vec::new(),
             captures: Vec::new(),
             graphs: Vec::new(),
@@ -142,6 +145,8 @@ impl World {
             O::BeginPool { pool, stream } => self.begin_pool(pool, stream),
             O::EndPool { pool } => self.end_pool(pool),
             O::ReleasePool { pool } => self.release_pool(pool),
+            O::BeginSourced { pool, stream } => self.begin_sourced(pool, stream),
+            O::Mishap { source, what } => Ok(self.mishap(source, what)),
             O::Pin { block } => self.pin(block),
             O::Unpin { pin } => self.unpin(pin),
             O::DestroyStream { stream } => self.destroy_stream(stream),
@@ -179,6 +184,7 @@ impl World {
             self.compare_figures(device, &self.gpu.allocator().stats(device))?;
         }
         self.compare_blocks(&snapshot)?;
+        self.check_sources()?;
         let blocks = snapshot.iter().map(|segment| segment.blocks.len()).sum();
         let growth = [Call::Allocate, Call::Free, Call::CreateHandle, Call::Unmap];
         let growth = growth.map(|call| self.gpu.driver().call_count(call)).iter().sum();
@@ -223,10 +229,10 @@ impl World {
         self.let_go()?;
         let driver = self.gpu.driver().clone();
         loop {
-            let faults = driver.pending_faults();
+            let faults = (driver.pending_faults(), self.mishaps());
             let result = self.gpu.empty_cache();
             self.gpu.check().map_err(text)?;
-            if driver.pending_faults() == faults {
+            if (driver.pending_faults(), self.mishaps()) == faults {
                 result.map_err(|error| format!("the cache cannot be emptied: {error}"))?;
                 break;
             }
@@ -237,6 +243,7 @@ impl World {
             ensure(is_zero, || format!("{device} ends with {stats:?}"))?;
         }
         driver.check_empty().map_err(text)?;
+        self.finish_sources()?;
         self.coverage.on_program(&self.gpu);
         Ok(())
     }

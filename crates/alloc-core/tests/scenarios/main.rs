@@ -13,5 +13,6 @@ mod processes;
 mod retired_streams;
 mod rig;
 mod sharing;
+mod sources;
 mod streams;
 mod tracking;

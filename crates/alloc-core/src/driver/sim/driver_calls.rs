@@ -120,13 +120,9 @@ impl Driver for SimDriver {
     fn free(&self, device: DeviceId, address: DevicePtr) -> Result<()> {
         self.call_on(Call::Free, device, |simulation| {
             simulation.refuse_unsafe()?;
-            let size = simulation.memory.segment_size(device, address.0)?;
+            simulation.memory.segment_size(device, address.0)?;
             wait_for_device(simulation, device)?;
-            simulation.on_unmap(address.0, size);
-            simulation.memory.free(device, address.0)?;
-            simulation.forget_gone();
-            simulation.ledger.on_bytes(Call::Free, size, 1);
-            Ok(())
+            free_segment(simulation, device, address)
         })
     }
 
@@ -300,6 +296,26 @@ impl Driver for SimDriver {
             wait_for_device(simulation, device)
         })
     }
+}
+
+impl SimDriver {
+    /// As [`free`](Driver::free), but waits for nothing, as a library does that has mapped the memory itself: that every
+    /// use is over has to be known.
+    pub(super) fn free_at_once(&self, device: DeviceId, address: DevicePtr) -> Result<()> {
+        self.call_on(Call::Free, device, |simulation| {
+            simulation.refuse_unsafe()?;
+            free_segment(simulation, device, address)
+        })
+    }
+}
+
+fn free_segment(simulation: &mut Simulation, device: DeviceId, address: DevicePtr) -> std::result::Result<(), Status> {
+    let size = simulation.memory.segment_size(device, address.0)?;
+    simulation.on_unmap(address.0, size);
+    simulation.memory.free(device, address.0)?;
+    simulation.forget_gone();
+    simulation.ledger.on_bytes(Call::Free, size, 1);
+    Ok(())
 }
 
 /// Waits on the host for all work queued on `device`.

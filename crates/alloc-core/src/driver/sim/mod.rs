@@ -42,6 +42,7 @@ mod oracle;
 mod program;
 mod shadow;
 mod simulation;
+mod source;
 mod timeline;
 
 #[cfg(test)]
@@ -57,6 +58,7 @@ pub use error::{
 pub use inspect::PhysicalBytes;
 pub use memory::Level;
 use simulation::Simulation;
+pub use source::{Mishap, SimSource, SourceCounts};
 
 use crate::driver::STALE_MAPPINGS_MAX;
 use crate::sync::{Mutex, MutexGuard};

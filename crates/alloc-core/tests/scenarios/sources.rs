@@ -1,0 +1,609 @@
+//! Private pools whose segments come from a source of the program's own.
+
+use std::sync::{Arc, Mutex, Weak};
+
+use alloc_core::{
+    Rung,
+    allocator::{Allocator, FreeOutcome},
+    driver::{
+        Call, CaptureMode, Driver, Status,
+        sim::{Mishap, SimDriver, SimSource, SourceCounts},
+    },
+    error::AllocError,
+    history::Action,
+    id::{DeviceId, DevicePtr, PoolId, StreamHandle},
+    source::{SegmentSource, SourceError, SourceFailed},
+};
+
+use crate::rig::{DEVICE, MAIN, MIB, POLICIES, Rig, SIDE};
+
+const POOL: PoolId = PoolId(0, 7);
+
+/// A machine with a pool that has a source of its own, and begins on the main stream.
+fn sourced(config: &str) -> (Rig, SimSource) {
+    let rig = Rig::new(config);
+    rig.gpu.open_stream(SIDE).expect("the stream can be made");
+    let source = SimSource::new(&rig.gpu);
+    rig.allocator.create_pool_from(DEVICE, POOL, Arc::new(source.clone())).expect("there is no such pool yet");
+    rig.begin_pool(POOL, MAIN);
+    (rig, source)
+}
+
+/// Ends the routing to the pool, and lets it go.
+fn release(rig: &Rig) {
+    rig.allocator.end_pool(DEVICE, POOL);
+    rig.release_pool(POOL);
+    rig.allocator.release_pool(DEVICE, POOL);
+    assert_eq!(rig.allocator.pool_users(DEVICE, POOL), 0);
+}
+
+/// Ends the test: all goes back to where it came from.
+fn finish(rig: Rig, source: &SimSource) {
+    rig.finish();
+    source.check().expect("it got its own back");
+    let SourceCounts { given, taken_back, .. } = source.counts();
+    assert_eq!((source.segments(DEVICE).len(), taken_back), (0, given));
+}
+
+/// The bytes of the pool's segments, by the snapshot, in address order.
+fn segments(rig: &Rig) -> Vec<u64> {
+    let of_pool = rig.allocator.snapshot().into_iter().filter(|segment| segment.pool == POOL);
+    let whole = of_pool.inspect(|segment| assert!(!segment.is_expandable));
+    whole.map(|segment| segment.size).collect()
+}
+
+#[test]
+fn pool_has_torchs_segments_of_its_source_under_every_policy() {
+    for config in POLICIES {
+        let (mut rig, source) = sourced(config);
+        let first = rig.malloc(MIB, MAIN);
+        let second = rig.malloc(MIB, MAIN);
+        assert_eq!(segments(&rig), [2 * MIB], "{config}: both lie in one small segment");
+        let third = rig.malloc(3 * MIB, MAIN);
+        let fourth = rig.malloc(12 * MIB, MAIN);
+        let fifth = rig.malloc(33 * MIB, MAIN);
+        let mut sizes = segments(&rig);
+        sizes.sort_unstable();
+        assert_eq!(sizes, [2 * MIB, 20 * MIB, 34 * MIB], "{config}");
+        assert_eq!(fourth, third.offset(3 * MIB), "{config}: the rest of a large segment serves large requests");
+        let known: Vec<u64> = source.segments(DEVICE).into_values().collect();
+        assert_eq!((known.iter().sum::<u64>(), known.len()), (56 * MIB, 3));
+        assert_eq!(rig.reserved(), 56 * MIB, "{config}: reserved counts it");
+        assert_eq!(rig.stats().segment.all.current, 3);
+        for address in [first, second, third, fourth, fifth] {
+            rig.write(MAIN, address);
+        }
+        release(&rig);
+        finish(rig, &source);
+    }
+}
+
+#[test]
+fn cached_memory_of_a_source_serves_its_pool_again_and_goes_back_only_after_the_release() {
+    for config in POLICIES {
+        let (mut rig, source) = sourced(config);
+        let block = rig.malloc(30 * MIB, MAIN);
+        rig.free(block);
+        rig.allocator.empty_cache().expect("there is nothing to give back");
+        assert_eq!(rig.malloc(30 * MIB, MAIN), block, "{config}: the pool is live");
+        rig.free(block);
+        release(&rig);
+        assert_eq!(source.counts().taken_back, 0, "a graph may run on it");
+        rig.allocator.empty_pool(POOL).expect("it can go back");
+        assert_eq!((source.counts().taken_back, rig.reserved()), (1, 0), "{config}");
+        finish(rig, &source);
+    }
+}
+
+#[test]
+fn tensor_outlives_its_pool_and_still_goes_back_to_its_source() {
+    for config in POLICIES {
+        let (mut rig, source) = sourced(config);
+        let block = rig.malloc(30 * MIB, MAIN);
+        release(&rig);
+        rig.allocator.empty_cache().expect("nothing fails");
+        rig.write(MAIN, block);
+        assert_eq!((source.counts().taken_back, rig.reserved()), (0, 30 * MIB));
+        rig.free(block);
+        rig.allocator.empty_cache().expect("it can go back");
+        assert_eq!((source.counts().taken_back, rig.reserved()), (1, 0), "{config}");
+        finish(rig, &source);
+    }
+}
+
+/// A source may take memory away at once, so that every use has to be over before, the own stream's too.
+#[test]
+fn segment_goes_back_after_the_end_of_its_last_use_on_any_stream() {
+    for config in POLICIES {
+        let (mut rig, source) = sourced(config);
+        let [own, foreign] = [30 * MIB, 40 * MIB].map(|size| rig.malloc(size, MAIN));
+        release(&rig);
+        rig.allocator.empty_cache().expect("nothing fails");
+        rig.gpu.launch(MAIN, &[], &[own], 500).expect("no race");
+        rig.record_stream(foreign, SIDE);
+        rig.gpu.wait(SIDE, MAIN).expect("neither is capturing");
+        rig.gpu.launch(SIDE, &[], &[foreign], 500).expect("no race");
+        rig.free(own);
+        rig.free(foreign);
+        rig.allocator.empty_cache().expect("it waits for the work and gives all back");
+        rig.gpu.check().expect("nothing was taken from under a kernel");
+        assert_eq!((source.counts().taken_back, rig.reserved()), (2, 0), "{config}");
+        finish(rig, &source);
+    }
+}
+
+#[test]
+fn segment_stays_while_its_stream_captures_something_else() {
+    for config in POLICIES {
+        let (mut rig, source) = sourced(config);
+        let block = rig.malloc(30 * MIB, MAIN);
+        release(&rig);
+        rig.allocator.empty_cache().expect("the pool is proven idle, but for what is held");
+        rig.gpu.begin_capture(SIDE, CaptureMode::Global).expect("it can capture");
+        rig.record_stream(block, SIDE);
+        rig.free(block);
+        rig.allocator.empty_cache().expect("nothing fails");
+        assert_eq!(source.counts().taken_back, 0, "{config}: the capture may use it");
+        let graph = rig.gpu.end_capture(SIDE).expect("the source has not spoiled it");
+        rig.gpu.destroy_graph(graph).expect("it exists");
+        rig.allocator.empty_cache().expect("it can go back");
+        assert_eq!(source.counts().taken_back, 1);
+        finish(rig, &source);
+    }
+}
+
+#[test]
+fn source_may_be_asked_while_a_stream_captures() {
+    for config in POLICIES {
+        let rig = Rig::new(config);
+        rig.gpu.open_stream(SIDE).expect("the stream can be made");
+        let source = SimSource::new(&rig.gpu);
+        rig.allocator.create_pool_from(DEVICE, POOL, Arc::new(source.clone())).expect("there is no such pool yet");
+        rig.begin_pool(POOL, SIDE);
+        let mut rig = rig;
+        rig.gpu.begin_capture(SIDE, CaptureMode::Global).expect("it can capture");
+        let block = rig.malloc(30 * MIB, SIDE);
+        rig.write(SIDE, block);
+        rig.free(block);
+        let graph = rig.gpu.end_capture(SIDE).expect("nothing spoiled it");
+        rig.gpu.replay(graph, SIDE).expect("its memory is there");
+        rig.allocator.empty_cache().expect("nothing fails");
+        assert_eq!(source.counts().taken_back, 0, "the graph is live");
+        rig.gpu.destroy_graph(graph).expect("it exists");
+        release(&rig);
+        finish(rig, &source);
+    }
+}
+
+#[test]
+fn memory_of_a_source_is_lent_to_nobody_and_its_pool_borrows_from_nobody() {
+    for config in ["policy:native", "policy:expandable", "policy:rallocator", "cross_stream_reuse:all"] {
+        let (mut rig, source) = sourced(config);
+        let block = rig.malloc(120 * MIB, MAIN);
+        rig.write(MAIN, block);
+        rig.free(block);
+        rig.allocator.end_pool(DEVICE, POOL);
+        rig.try_malloc(140 * MIB, MAIN).expect_err("half of the device is the pool's, which is live");
+        let other = rig.malloc(100 * MIB, MAIN);
+        rig.write(MAIN, other);
+        rig.free(other);
+        rig.begin_pool(POOL, MAIN);
+        let second = rig.try_malloc(125 * MIB, MAIN);
+        assert_eq!(second.expect("what others have cached was given back"), source_end(&source, 126 * MIB), "{config}");
+        assert_eq!(segments(&rig).len(), 2);
+        assert_eq!(rig.stats().handles_moved, 0, "{config}");
+        rig.release_pool(POOL);
+        release(&rig);
+        finish(rig, &source);
+    }
+}
+
+/// Where the source's segment of so many bytes begins.
+fn source_end(source: &SimSource, size: u64) -> DevicePtr {
+    let found = source.segments(DEVICE).into_iter().find(|(_, bytes)| *bytes == size);
+    found.expect("the source gave such a segment").0
+}
+
+/// Not even after the release, when the driver's memory of a private pool may move.
+#[test]
+fn memory_of_a_released_pool_of_a_source_moves_nowhere() {
+    for config in POLICIES {
+        let (mut rig, source) = sourced(config);
+        let block = rig.malloc(100 * MIB, MAIN);
+        let held = rig.malloc(40 * MIB, MAIN);
+        release(&rig);
+        rig.free(block);
+        assert!(rig.allocator.pin(held) && rig.allocator.unpin(held));
+        rig.allocator.empty_cache().expect("what is idle goes back");
+        assert_eq!((source.counts().taken_back, segments(&rig)), (1, vec![40 * MIB]), "{config}");
+        rig.free(held);
+        let next = rig.malloc(60 * MIB, MAIN);
+        rig.write(MAIN, next);
+        assert_eq!((rig.stats().handles_moved, rig.stats().gpu_waits), (0, 0));
+        assert_eq!(rig.reserved(), 100 * MIB, "{config}: it is other memory");
+        finish(rig, &source);
+    }
+}
+
+#[test]
+fn request_that_needs_the_room_has_the_segments_of_released_pools_given_back() {
+    for config in POLICIES {
+        let (mut rig, source) = sourced(config);
+        let block = rig.malloc(200 * MIB, MAIN);
+        rig.gpu.launch(MAIN, &[], &[block], 500).expect("no race");
+        rig.free(block);
+        release(&rig);
+        let next = rig.malloc(200 * MIB, MAIN);
+        rig.write(MAIN, next);
+        assert_eq!(source.counts().taken_back, 1, "{config}");
+        assert!(rig.stats().rungs[Rung::HandBack as usize] > 0);
+        finish(rig, &source);
+    }
+}
+
+#[test]
+fn pool_that_serves_others_when_memory_is_out_does_so_with_a_source_too() {
+    for config in POLICIES {
+        let (mut rig, source) = sourced(config);
+        let block = rig.malloc(200 * MIB, MAIN);
+        rig.free(block);
+        rig.allocator.end_pool(DEVICE, POOL);
+        assert!(rig.allocator.serve_when_out_of_memory(DEVICE, POOL, true));
+        assert_eq!(rig.malloc(120 * MIB, MAIN), block, "{config}");
+        rig.free(block);
+        // The other way round is no help: who names a source wants memory of that source.
+        let other = SimSource::new(&rig.gpu);
+        let wanting = PoolId(0, 8);
+        rig.allocator.create_pool_from(DEVICE, wanting, Arc::new(other.clone())).expect("there is no such pool yet");
+        rig.begin_pool(wanting, MAIN);
+        rig.try_malloc(120 * MIB, MAIN).expect_err("its own source has nothing");
+        rig.allocator.end_pool(DEVICE, wanting);
+        rig.release_pool(wanting);
+        rig.allocator.release_pool(DEVICE, wanting);
+        rig.release_pool(POOL);
+        rig.allocator.release_pool(DEVICE, POOL);
+        finish(rig, &source);
+    }
+}
+
+#[test]
+fn source_without_memory_is_asked_again_after_all_that_may_help_and_then_memory_is_out() {
+    for config in POLICIES {
+        let (mut rig, source) = sourced(config);
+        source.fail_next(Mishap::GivesNothing);
+        let block = rig.malloc(10 * MIB, MAIN);
+        assert_eq!((source.counts().empty, source.counts().given), (1, 1), "{config}: the second time it had some");
+        let Err(AllocError::OutOfMemory(report)) = rig.try_malloc(250 * MIB, MAIN) else {
+            panic!("the device is too small")
+        };
+        assert_eq!(report.refused_by, Some(POOL), "{config}");
+        assert!(report.to_string().starts_with("CUDA out of memory. Tried to allocate 250.00 MiB. "));
+        assert!(
+            report
+                .to_string()
+                .ends_with("The allocator of the private pool (0, 7) gave no memory, and no other serves that pool."),
+            "{report}"
+        );
+        assert_eq!((rig.reserved(), rig.stats().num_ooms), (10 * MIB, 1));
+        rig.write(MAIN, block);
+        release(&rig);
+        finish(rig, &source);
+    }
+}
+
+#[test]
+fn source_that_fails_is_an_error_at_once_and_changes_nothing() {
+    for config in POLICIES {
+        for mishap in [Mishap::FailsToGive, Mishap::GivesMisaligned, Mishap::GivesTwice] {
+            let (mut rig, source) = sourced(config);
+            let first = rig.malloc(30 * MIB, MAIN);
+            let before = rig.stats();
+            source.fail_next(mishap);
+            let Err(AllocError::Source(error)) = rig.try_malloc(40 * MIB, MAIN) else {
+                panic!("{config}, {mishap:?}: the source failed")
+            };
+            match (mishap, error) {
+                (Mishap::FailsToGive, SourceError::NotObtained { pool: POOL, size }) => assert_eq!(size, 40 * MIB),
+                (Mishap::GivesTwice, SourceError::Unusable { pool: POOL, address, .. }) => assert_eq!(address, first),
+                (Mishap::GivesMisaligned, SourceError::Unusable { pool: POOL, .. }) => {}
+                other => panic!("{config}: {other:?}"),
+            }
+            source.check().expect("what cannot be used was given back");
+            let after = rig.stats();
+            assert_eq!((after.reserved_bytes, after.segment), (before.reserved_bytes, before.segment));
+            assert_eq!((after.num_ooms, source.counts().given), (0, 1));
+            let second = rig.malloc(40 * MIB, MAIN);
+            rig.write(MAIN, second);
+            release(&rig);
+            finish(rig, &source);
+        }
+    }
+}
+
+#[test]
+fn segment_that_its_source_does_not_take_back_is_counted_and_offered_again() {
+    for config in POLICIES {
+        let (mut rig, source) = sourced(config);
+        let block = rig.malloc(30 * MIB, MAIN);
+        rig.free(block);
+        release(&rig);
+        source.fail_next(Mishap::DoesNotTakeBack);
+        let error = rig.allocator.empty_cache().expect_err("the source failed");
+        assert_eq!(error, SourceError::NotTakenBack { pool: POOL, address: block, size: 30 * MIB }.into());
+        rig.allocator.check().expect("all is as before");
+        assert_eq!((rig.reserved(), segments(&rig)), (30 * MIB, vec![30 * MIB]));
+        let freed =
+            |rig: &Rig| rig.allocator.history(DEVICE).iter().filter(|e| e.action == Action::SegmentFree).count();
+        assert_eq!(freed(&rig), 0);
+        rig.allocator.empty_cache().expect("now it takes it");
+        assert_eq!((rig.reserved(), source.counts().kept), (0, 1));
+        finish(rig, &source);
+    }
+}
+
+/// Every driver call of a program that a source serves, failing in its turn.
+#[test]
+fn any_call_of_a_program_with_a_source_may_fail() {
+    for config in POLICIES {
+        for nth in 1.. {
+            let (mut rig, source) = sourced(config);
+            rig.gpu.fail_nth(nth);
+            let mut blocks = Vec::new();
+            for size in [MIB, 30 * MIB, 3 * MIB] {
+                blocks.extend(rig.try_malloc(size, MAIN));
+            }
+            for block in blocks {
+                rig.write(MAIN, block);
+                rig.free(block);
+            }
+            release(&rig);
+            let _ = rig.allocator.empty_cache();
+            rig.allocator.check().expect("consistent");
+            let is_past_the_end = rig.gpu.pending_faults() > 0;
+            while rig.gpu.pending_faults() > 0 {
+                let _ = rig.gpu.memory_info(DEVICE);
+            }
+            finish(rig, &source);
+            if is_past_the_end {
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn what_a_source_is_asked_for_counts_against_the_limit() {
+    for config in POLICIES {
+        let (mut rig, source) = sourced(config);
+        rig.allocator.set_memory_limit(DEVICE, 50 * MIB).expect("the device is in use");
+        let first = rig.malloc(30 * MIB, MAIN);
+        let Err(AllocError::OutOfMemory(report)) = rig.try_malloc(30 * MIB, MAIN) else { panic!("beyond the limit") };
+        assert_eq!((report.refused_by, source.counts().given, source.counts().empty), (None, 1, 0), "{config}");
+        source.fail_next(Mishap::GivesNothing);
+        let second = rig.malloc(20 * MIB, MAIN);
+        for address in [first, second] {
+            rig.write(MAIN, address);
+        }
+        release(&rig);
+        finish(rig, &source);
+    }
+}
+
+#[test]
+fn memory_of_a_source_is_not_shared_with_other_processes() {
+    for config in POLICIES {
+        let (mut rig, source) = sourced(config);
+        let block = rig.malloc(3 * MIB, MAIN);
+        let refused = rig.allocator.share(block, |_| ()).expect_err("nobody knows what stands behind it");
+        assert_eq!(refused, SourceError::NotShareable { pool: POOL }.into());
+        assert_eq!(rig.gpu.call_count(Call::GetTicket) + rig.gpu.call_count(Call::ExportHandle), 0);
+        rig.allocator.end_pool(DEVICE, POOL);
+        let own = rig.malloc(3 * MIB, MAIN);
+        rig.allocator.share(own, |_| ()).expect("the driver's can be");
+        rig.release_pool(POOL);
+        rig.allocator.release_pool(DEVICE, POOL);
+        finish(rig, &source);
+    }
+}
+
+#[test]
+fn pool_that_exists_gets_no_source_and_one_of_a_released_name_gets_another() {
+    let (mut rig, source) = sourced("policy:rallocator");
+    let other = SimSource::new(&rig.gpu);
+    let create = |rig: &Rig| rig.allocator.create_pool_from(DEVICE, POOL, Arc::new(other.clone()));
+    assert_eq!(create(&rig), Err(SourceError::PoolExists { pool: POOL }.into()));
+    let old = rig.malloc(3 * MIB, MAIN);
+    release(&rig);
+    create(&rig).expect("the name is free again");
+    rig.begin_pool(POOL, MAIN);
+    let new = rig.malloc(3 * MIB, MAIN);
+    assert_eq!((source.counts().given, other.counts().given), (1, 1));
+    rig.free(old);
+    rig.free(new);
+    rig.allocator.empty_cache().expect("the old one's can go back");
+    assert_eq!((source.counts().taken_back, other.counts().taken_back), (1, 0));
+    release(&rig);
+    finish(rig, &source);
+    other.check().expect("it got its own back");
+    assert_eq!(other.counts().taken_back, 1);
+}
+
+#[test]
+fn pool_of_a_source_goes_back_to_a_checkpoint() {
+    for config in POLICIES {
+        let (mut rig, source) = sourced(config);
+        let [first, second] = [3 * MIB, 700].map(|size| rig.malloc(size, MAIN));
+        let checkpoint = rig.allocator.checkpoint_pool(DEVICE, POOL).expect("the pool is in use");
+        rig.free(second);
+        let third = rig.malloc(5 * MIB, MAIN);
+        let restored = rig.allocator.restore_pool(DEVICE, &checkpoint).expect("it can");
+        rig.allocator.check().expect("consistent");
+        assert!(restored.freed.contains(&third) && restored.allocated.contains(&second));
+        for address in [first, second] {
+            assert_eq!(rig.allocator.free(address, DEVICE), FreeOutcome::Freed);
+        }
+        release(&rig);
+        rig.allocator.empty_cache().expect("all can go back");
+        assert_eq!((rig.reserved(), source.segments(DEVICE).len()), (0, 0), "{config}");
+    }
+}
+
+#[test]
+fn source_lives_as_long_as_its_last_segment_and_no_longer() {
+    for config in POLICIES {
+        let mut rig = Rig::new(config);
+        let source = SimSource::new(&rig.gpu);
+        let given = Arc::new(source.clone());
+        let alive: Weak<SimSource> = Arc::downgrade(&given);
+        rig.allocator.create_pool_from(DEVICE, POOL, given).expect("there is no such pool yet");
+        rig.begin_pool(POOL, MAIN);
+        let block = rig.malloc(3 * MIB, MAIN);
+        release(&rig);
+        rig.allocator.empty_cache().expect("nothing fails");
+        assert!(alive.upgrade().is_some(), "{config}: a tensor lives");
+        rig.free(block);
+        assert!(alive.upgrade().is_some(), "{config}: its segment is cached");
+        rig.allocator.empty_cache().expect("it goes back");
+        assert!(alive.upgrade().is_none(), "{config}");
+        // Without any segment it is gone with its pool.
+        let unused = Arc::new(source.clone());
+        let alive = Arc::downgrade(&unused);
+        rig.allocator.create_pool_from(DEVICE, POOL, unused).expect("the name is free");
+        rig.allocator.release_pool(DEVICE, POOL);
+        assert!(alive.upgrade().is_none(), "{config}");
+        finish(rig, &source);
+    }
+}
+
+/// A source that uses the allocator itself, as the program's own code may.
+struct Meddler {
+    allocator: Mutex<Weak<Allocator<SimDriver>>>,
+    source: SimSource,
+    held: Mutex<Vec<DevicePtr>>,
+}
+
+impl Meddler {
+    /// Would wait for ever if a lock of the allocator were held.
+    fn meddle(&self, device: DeviceId, stream: StreamHandle) {
+        let allocator = self.allocator.lock().expect("no panic").upgrade().expect("it is being called");
+        let block = allocator.malloc(5 * MIB, device, stream, None).expect("there is memory").expect("not for nothing");
+        self.held.lock().expect("no panic").push(block);
+        allocator.check().expect("consistent");
+        allocator.empty_cache().expect("nothing fails");
+    }
+}
+
+impl SegmentSource for Meddler {
+    fn obtain(&self, device: DeviceId, size: u64, stream: StreamHandle) -> Result<Option<DevicePtr>, SourceFailed> {
+        self.meddle(device, stream);
+        self.source.obtain(device, size, stream)
+    }
+
+    fn give_back(
+        &self,
+        device: DeviceId,
+        address: DevicePtr,
+        size: u64,
+        stream: StreamHandle,
+    ) -> Result<(), SourceFailed> {
+        self.meddle(device, stream);
+        let result = self.source.give_back(device, address, size, stream);
+        // The driver may give the same addresses out again before the allocator has heard of the source's answer.
+        self.meddle(device, stream);
+        result
+    }
+}
+
+impl Drop for Meddler {
+    fn drop(&mut self) {
+        let allocator = self.allocator.lock().expect("no panic").upgrade().expect("the test holds it");
+        for block in self.held.lock().expect("no panic").drain(..) {
+            assert_eq!(allocator.free(block, DEVICE), FreeOutcome::Freed);
+        }
+    }
+}
+
+#[test]
+fn source_is_called_and_dropped_under_no_lock() {
+    for config in POLICIES {
+        let rig = Rig::new(config);
+        let source = SimSource::new(&rig.gpu);
+        let (allocator, held) = (Mutex::new(Arc::downgrade(&rig.allocator)), Mutex::default());
+        let meddler = Meddler { allocator, source: source.clone(), held };
+        rig.allocator.create_pool_from(DEVICE, POOL, Arc::new(meddler)).expect("there is no such pool yet");
+        let block = rig.allocator.malloc(5 * MIB, DEVICE, MAIN, Some(POOL)).expect("it may").expect("not for nothing");
+        rig.allocator.check().expect("consistent");
+        rig.allocator.free(block, DEVICE);
+        rig.allocator.release_pool(DEVICE, POOL);
+        rig.allocator.empty_cache().expect("all goes back");
+        rig.allocator.check().expect("consistent");
+        assert_eq!(source.counts().taken_back, 1, "{config}");
+        finish(rig, &source);
+    }
+}
+
+#[test]
+fn tracker_hears_of_a_sources_segments() {
+    for config in POLICIES {
+        let (mut rig, source) = sourced(config);
+        let told = Arc::new(Mutex::new(Vec::new()));
+        let noted = Arc::clone(&told);
+        let tracker = move |event: &alloc_core::allocator::Tracked| {
+            noted.lock().expect("no panic").push((event.action, event.address, event.size, event.pool));
+        };
+        rig.allocator.add_tracker(Arc::new(tracker)).expect("no device is broken");
+        let block = rig.malloc(30 * MIB, MAIN);
+        rig.free(block);
+        release(&rig);
+        source.fail_next(Mishap::DoesNotTakeBack);
+        rig.allocator.empty_cache().expect_err("the source failed");
+        rig.allocator.empty_cache().expect("now it takes it");
+        let expected = [Action::SegmentAlloc, Action::SegmentFree, Action::SegmentAlloc, Action::SegmentFree];
+        let expected: Vec<_> = expected.into_iter().map(|action| (action, block, 30 * MIB, POOL)).collect();
+        assert_eq!(*told.lock().expect("no panic"), expected, "{config}");
+        finish(rig, &source);
+    }
+}
+
+#[test]
+fn threads_that_ask_at_once_stay_within_the_limit() {
+    for config in POLICIES {
+        let rig = Rig::new(config);
+        let source = SimSource::new(&rig.gpu);
+        rig.allocator.create_pool_from(DEVICE, POOL, Arc::new(source.clone())).expect("there is no such pool yet");
+        rig.allocator.set_memory_limit(DEVICE, 100 * MIB).expect("the device is in use");
+        let served: Vec<DevicePtr> = std::thread::scope(|scope| {
+            let ask = || rig.allocator.malloc(12 * MIB, DEVICE, MAIN, Some(POOL)).ok().flatten();
+            let threads: Vec<_> = (0..16).map(|_| scope.spawn(ask)).collect();
+            threads.into_iter().filter_map(|thread| thread.join().expect("no panic")).collect()
+        });
+        rig.allocator.check().expect("consistent");
+        let reserved = rig.reserved();
+        assert!(!served.is_empty() && reserved <= 100 * MIB, "{config}: {} served, {reserved}", served.len());
+        assert_eq!(source.segments(DEVICE).into_values().sum::<u64>(), reserved);
+        for block in served {
+            assert_eq!(rig.allocator.free(block, DEVICE), FreeOutcome::Freed);
+        }
+        rig.allocator.release_pool(DEVICE, POOL);
+        finish(rig, &source);
+    }
+}
+
+#[test]
+fn driver_that_refuses_the_change_of_mode_leaves_a_segment_where_it_is() {
+    let (mut rig, source) = sourced("policy:native");
+    let block = rig.malloc(30 * MIB, MAIN);
+    rig.free(block);
+    release(&rig);
+    rig.allocator.empty_cache().expect("it goes back");
+    rig.begin_pool(POOL, MAIN);
+    rig.allocator.end_pool(DEVICE, POOL);
+    rig.release_pool(POOL);
+    rig.allocator.create_pool_from(DEVICE, POOL, Arc::new(source.clone())).expect("the name is free");
+    rig.gpu.fail_next(Call::ExchangeCaptureMode, 0, Status::Unknown);
+    let refused = rig.allocator.malloc(30 * MIB, DEVICE, MAIN, Some(POOL));
+    refused.expect_err("the driver refused, and the source was not asked");
+    assert_eq!((source.counts().given, source.counts().failed), (1, 0));
+    rig.allocator.release_pool(DEVICE, POOL);
+    finish(rig, &source);
+}
