@@ -103,11 +103,27 @@ typedef enum rallocator_status {
   RALLOCATOR_OK = 0,
   RALLOCATOR_OUT_OF_MEMORY = 1, /* free something, or ask for less */
   RALLOCATOR_FAILED = 2,        /* anything else: last_error() says what */
+  RALLOCATOR_SOURCE_FAILED = 3, /* a rallocator_source failed: it knows why */
 } rallocator_status;
 
 /* Whether requests on `stream` go to the pool that the filter was given for. Called from any thread, also from several
  * at once, while no lock is held. An exception of C++ passes through `allocate`. */
 typedef bool (*rallocator_stream_filter)(void *context, void *stream);
+
+/* An allocator of the caller's own that a private pool has its segments from. Its functions are called from any thread,
+ * also from several at once, while no lock is held, and may call rallocator: what they allocate there comes from the
+ * default pool. They must not raise. `size` and `stream` say the same when a segment is given back as when it was
+ * obtained. */
+typedef struct rallocator_source {
+  void *context;
+  /* `size` bytes on `device` at `*address`, a multiple of 512, for work on `stream`. RALLOCATOR_OUT_OF_MEMORY, or a null
+   * address, if there is too little memory; any other status is a failure. */
+  rallocator_status (*obtain)(void *context, size_t size, int32_t device, void *stream, void **address);
+  /* Takes a segment back, which no work uses any more. After anything but RALLOCATOR_OK the memory has to be as it was. */
+  rallocator_status (*give_back)(void *context, void *address, size_t size, int32_t device, void *stream);
+  /* Unless null, called once when neither pool nor segment needs the context any more. */
+  void (*release_context)(void *context);
+} rallocator_source;
 
 /* Receives one statistic. `key` is valid during the call. It must not raise. */
 typedef void (*rallocator_stat_visitor)(void *context, const char *key, int64_t value);
@@ -190,7 +206,7 @@ typedef struct rallocator_block {
   uint32_t stack;     /* 0 for none: see rallocator_recording */
 } rallocator_block;
 
-/* Contiguous memory that was obtained from the driver. */
+/* Contiguous memory that was obtained from the driver, or from a rallocator_source. */
 typedef struct rallocator_segment {
   int32_t device;
   uint32_t stack;
@@ -271,7 +287,7 @@ typedef struct rallocator_api {
   void (*free)(void *address, int32_t device);
   /* See rallocator_record_stream. */
   void (*record_stream)(void *address, void *stream);
-  /* Gives cached memory back to the driver. */
+  /* Gives cached memory back to where it came from. */
   rallocator_status (*empty_cache)(void);
   /* See rallocator_base_allocation. */
   void *(*base_allocation)(void *address, size_t *size);
@@ -330,7 +346,7 @@ typedef struct rallocator_api {
   bool (*serve_when_out_of_memory)(int32_t device, uint64_t first, uint64_t second, bool serves);
   /* From now on the pool's blocks are handed out whole. False for no such pool. */
   bool (*forbid_splits)(int32_t device, uint64_t first, uint64_t second);
-  /* Gives what a released pool holds back to the driver, on every device; does nothing for one that has users. */
+  /* Gives what a released pool holds back to where it came from, on every device; does nothing for one that has users. */
   rallocator_status (*empty_pool)(uint64_t first, uint64_t second);
 
   /* What a pool holds now; null for no such pool. Answered by one drop_checkpoint. */
@@ -378,6 +394,11 @@ typedef struct rallocator_api {
   rallocator_status (*open_shared)(const char *text, int32_t device, void **base);
   /* Gives up what open_shared has returned; waits for the device's work. */
   void (*close_shared)(void *base);
+
+  /* As create_pool, for a pool that is to be made: its segments come from `source`, which is copied, and go back to it.
+   * Fails if there is such a pool, and then releases the context too. */
+  rallocator_status (*create_pool_from)(int32_t device, uint64_t first, uint64_t second,
+                                        const rallocator_source *source);
 } rallocator_api;
 
 /* The table. It lives as long as the process. */

@@ -23,6 +23,7 @@ CLIENT_TESTS = [
     "statistics_and_pictures_agree",
     "pool_goes_back_to_a_checkpoint",
     "failure_for_want_of_memory_has_details",
+    "pool_has_its_segments_from_a_source",
     "tracker_is_told_of_what_comes_and_goes",
 ]
 

@@ -21,6 +21,7 @@ from elftools.elf.sections import SymbolTableSection
 
 GLIBC = (2, 28)
 GLIBCXX = (3, 4, 24)
+CXXABI = (1, 3, 11)
 """What manylinux_2_28 promises: GCC 8's."""
 NAME = re.compile(r"rallocator-[^-]+-cp310-abi3-manylinux_2_28_(x86_64|aarch64)\.whl")
 PREBUILT = "/bridge/prebuilt/"
@@ -92,7 +93,7 @@ def check_bridge(bridge: Path) -> None:
     strange -= {name for name in strange if name.startswith("ld-linux")}
     if missing or strange:
         sys.exit(f"{bridge.name}: missing libraries {missing}, unexpected {strange}")
-    limits = {"GLIBC": GLIBC, "GLIBCXX": GLIBCXX}
+    limits = {"GLIBC": GLIBC, "GLIBCXX": GLIBCXX, "CXXABI": CXXABI}
     for version in versions:
         kind, _, number = version.partition("_")
         if kind in limits and tuple(map(int, number.split("."))) > limits[kind]:

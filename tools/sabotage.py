@@ -308,6 +308,48 @@ FAULTS = (
         "let undone = if mapped > 0 { self.driver.unmap(device, base, mapped) } else { Ok(()) };",
         "let undone: Result<(), DriverError> = Err(error);",
     ),
+    Fault(
+        "give a segment back to its source while it is in use",
+        "backing/sourced.rs",
+        "if block.is_split() || !is_over ||",
+        "if block.is_split() || (!is_over && false) ||",
+    ),
+    Fault(
+        "give a segment back to its source while its pool lives",
+        "backing/sourced.rs",
+        "&& self.pools.is_releasable(*pool)",
+        "&& (self.pools.is_releasable(*pool) || true)",
+    ),
+    Fault(
+        "give the driver what a source gave",
+        "release.rs",
+        "!self.is_sourced(pool) && self",
+        "self",
+    ),
+    Fault(
+        "take away from a source what it gave twice",
+        "backing/sourced.rs",
+        "if gives_twice { None }",
+        "if gives_twice && false { None }",
+    ),
+    Fault(
+        "forget what sources are being asked for",
+        "backing/segments.rs",
+        "saturating_add(self.promised)",
+        "saturating_add(0)",
+    ),
+    Fault(
+        "serve who asked for memory of a source with any",
+        "ladder.rs",
+        "if self.is_sourced(request.pool) {\n            return None;",
+        "if self.is_sourced(request.pool) && false {\n            return None;",
+    ),
+    Fault(
+        "lose count of a segment that is on its way back to its source",
+        "backing/sourced.rs",
+        "self.departing.insert(base.0, (pool, size));",
+        "",
+    ),
 )
 
 

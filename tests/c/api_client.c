@@ -237,6 +237,70 @@ const char *failure_for_want_of_memory_has_details(void) {
   return NULL;
 }
 
+struct library {
+  uintptr_t next;
+  rallocator_status answer;
+  int asked, given_back, released;
+  size_t held;
+  void *inner; /* what it has from rallocator itself */
+};
+
+static rallocator_status obtain(void *context, size_t size, int32_t device, void *stream, void **address) {
+  struct library *library = context;
+  library->asked += 1;
+  if (library->answer != RALLOCATOR_OK) return library->answer;
+  if (library->inner == NULL) {
+    rallocator_status inner = rallocator_api_v1()->allocate(MIB, device, stream, &library->inner);
+    if (inner != RALLOCATOR_OK) return inner;
+  }
+  *address = (void *)library->next;
+  library->next += size;
+  library->held += size;
+  return RALLOCATOR_OK;
+}
+
+static rallocator_status give_back(void *context, void *address, size_t size, int32_t device, void *stream) {
+  struct library *library = context;
+  (void)address, (void)device, (void)stream;
+  if (library->answer != RALLOCATOR_OK) return library->answer;
+  library->given_back += 1;
+  library->held -= size;
+  return RALLOCATOR_OK;
+}
+
+static void release_library(void *context) {
+  ((struct library *)context)->released += 1;
+}
+
+const char *pool_has_its_segments_from_a_source(void) {
+  const rallocator_api *api = rallocator_api_v1();
+  static struct library library = {.next = (uintptr_t)1 << 45};
+  const rallocator_source source = {&library, obtain, give_back, release_library};
+  void *first = NULL, *second = NULL;
+  EXPECT(api->create_pool_from(0, 0, 5, &source) == RALLOCATOR_OK && api->pool_users(0, 0, 5) == 1);
+  EXPECT(api->create_pool_from(0, 0, 5, &source) == RALLOCATOR_FAILED && library.released == 1);
+  EXPECT(strstr(api->last_error(), "exists already") != NULL);
+  EXPECT(api->begin_pool(0, 0, 5, NULL, NULL, NULL) == RALLOCATOR_OK);
+  EXPECT(api->allocate(3 * MIB, 0, NULL, &first) == RALLOCATOR_OK && first == (void *)((uintptr_t)1 << 45));
+  EXPECT(library.asked == 1 && library.held == 20 * MIB && library.inner != NULL);
+  library.answer = RALLOCATOR_OUT_OF_MEMORY;
+  EXPECT(api->allocate(30 * MIB, 0, NULL, &second) == RALLOCATOR_OUT_OF_MEMORY && second == NULL);
+  library.answer = RALLOCATOR_SOURCE_FAILED;
+  EXPECT(api->allocate(30 * MIB, 0, NULL, &second) == RALLOCATOR_SOURCE_FAILED && second == NULL);
+  EXPECT(strstr(api->last_error(), "(0, 5) failed when it was asked for 31457280 bytes") != NULL);
+  api->free(first, 0);
+  api->end_pool(0, 0, 5);
+  api->release_pool(0, 0, 5);
+  api->release_pool(0, 0, 5);
+  EXPECT(api->empty_pool(0, 5) == RALLOCATOR_SOURCE_FAILED && library.given_back == 0 && library.released == 1);
+  library.answer = RALLOCATOR_OK;
+  EXPECT(api->empty_pool(0, 5) == RALLOCATOR_OK && library.given_back == 1 && library.held == 0);
+  EXPECT(library.released == 2);
+  api->free(library.inner, 0);
+  EXPECT(allocated_bytes(api) == 0 && api->empty_cache() == RALLOCATOR_OK);
+  return NULL;
+}
+
 static void add_up(void *context, const rallocator_event *event) {
   size_t *bytes = context;
   bool came = event->action == RALLOCATOR_SEGMENT_ALLOC || event->action == RALLOCATOR_SEGMENT_MAP;

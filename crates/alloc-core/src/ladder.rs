@@ -168,7 +168,7 @@ pub(crate) struct Ladder {
     is_making_room: bool,
     /// The last rung below growth that failed: if nothing serves the request, this and no lack of memory is why.
     failure: Option<AllocError>,
-    /// What a source gave and cannot be used: it has to have it back, under no lock.
+    /// What a source gave and cannot be used, if it is to have it back, under no lock.
     pub(crate) unusable: Option<Departure>,
     /// The private pool whose own source has given nothing.
     pub(crate) refused_by: Option<PoolId>,
@@ -357,7 +357,7 @@ impl DeviceState {
                     Ok(address) => match self.commit_obtain(&obtain, address, &ladder.request) {
                         Ok(address) => Ok(Some(address)),
                         Err(error) => {
-                            ladder.unusable = Departure::of(obtain, address);
+                            ladder.unusable = self.rejected(obtain, address);
                             Err(error.into())
                         }
                     },
@@ -384,6 +384,11 @@ impl DeviceState {
             Outcome::TookOver(taken, Err(error)) => {
                 self.commit_take_over_failed(&taken);
                 refused(error)
+            }
+            Outcome::HandedBack(departures) => {
+                // What a source keeps is still reserved, so that memory is out, and nothing else is to be said of it here.
+                self.commit_hand_back(departures);
+                Ok(None)
             }
             Outcome::CalledBack(has_freed) => {
                 ladder.was_called_back = true;

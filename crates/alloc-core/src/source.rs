@@ -47,17 +47,18 @@ pub type SharedSource = Arc<dyn SegmentSource>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SourceError {
     /// The source failed for another reason than a lack of memory: it knows which.
-    #[error("the allocator of the private pool {pool:?} failed when it was asked for {size} bytes")]
+    #[error("the allocator of the private pool ({}, {}) failed when it was asked for {size} bytes", pool.0, pool.1)]
     NotObtained {
         /// The pool.
         pool: PoolId,
         /// The bytes of the segment.
         size: u64,
     },
-    /// The source gave memory that cannot be used, and was given it back: mend the source.
+    /// The source gave memory that cannot be used, and was given it back unless it had given it before: mend the source.
     #[error(
-        "the allocator of the private pool {pool:?} gave {size} bytes at {address:?}, which is no multiple of 512, or \
-         where memory lies already"
+        "the allocator of the private pool ({}, {}) gave {size} bytes at {:#x}, which is no multiple of 512, or where \
+         memory lies already",
+        pool.0, pool.1, address.0
     )]
     Unusable {
         /// The pool.
@@ -68,7 +69,10 @@ pub enum SourceError {
         size: u64,
     },
     /// The source failed when a segment was given back: the segment stays where it is, and counts as reserved.
-    #[error("the allocator of the private pool {pool:?} did not take back {size} bytes at {address:?}")]
+    #[error(
+        "the allocator of the private pool ({}, {}) did not take back {size} bytes at {:#x}",
+        pool.0, pool.1, address.0
+    )]
     NotTakenBack {
         /// The pool.
         pool: PoolId,
@@ -78,13 +82,18 @@ pub enum SourceError {
         size: u64,
     },
     /// A pool that exists cannot be given a source: release it first, or choose another name.
-    #[error("the private pool {pool:?} exists already, so it cannot be given an allocator of its own any more")]
+    #[error(
+        "the private pool ({}, {}) exists already, so it cannot be given an allocator of its own any more", pool.0, pool.1
+    )]
     PoolExists {
         /// The pool.
         pool: PoolId,
     },
     /// Memory of a source cannot be named to another process: share what comes from another pool.
-    #[error("it belongs to the private pool {pool:?}, which has an allocator of its own")]
+    #[error(
+        "memory of the private pool ({}, {}) cannot be used in another process: it has an allocator of its own",
+        pool.0, pool.1
+    )]
     NotShareable {
         /// The pool.
         pool: PoolId,

@@ -15,6 +15,7 @@ use alloc_core::error::AllocError;
 use alloc_core::history::{Recording, StackId};
 use alloc_core::id::{DeviceId, DevicePtr, PoolId, StreamHandle};
 use alloc_core::snapshot::{BlockPicture, DevicePicture};
+use alloc_core::source::SharedSource;
 use alloc_core::stats::{Family, Stats};
 
 use crate::process::Simulated;
@@ -124,6 +125,16 @@ impl Backend {
 
     pub(crate) fn create_pool(&self, device: DeviceId, pool: PoolId) -> Result<(), AllocError> {
         on_allocator!(self, allocator => allocator.create_pool(device, pool))
+    }
+
+    /// See [`Allocator::create_pool_from`].
+    pub(crate) fn create_pool_from(
+        &self,
+        device: DeviceId,
+        pool: PoolId,
+        source: SharedSource,
+    ) -> Result<(), AllocError> {
+        on_allocator!(self, allocator => allocator.create_pool_from(device, pool, source))
     }
 
     pub(crate) fn pool_users(&self, device: DeviceId, pool: PoolId) -> u32 {

@@ -3,6 +3,7 @@
 use alloc_core::checkpoint::RestoreError;
 use alloc_core::error::AllocError;
 use alloc_core::id::DevicePtr;
+use alloc_core::source::SourceError;
 
 /// A request that cannot be met, at the boundary to torch.
 ///
@@ -46,6 +47,12 @@ impl Failure {
     /// Whether this is the failure that torch calls `torch.OutOfMemoryError`.
     pub(crate) fn is_out_of_memory(&self) -> bool {
         matches!(self, Self::Allocator(AllocError::OutOfMemory(_)))
+    }
+
+    /// Whether a source of a private pool failed, which knows more of it.
+    pub(crate) fn is_of_source(&self) -> bool {
+        let Self::Allocator(AllocError::Source(error)) = self else { return false };
+        matches!(error, SourceError::NotObtained { .. } | SourceError::NotTakenBack { .. })
     }
 
     /// The failure for a panic that was caught, with the text that it carried.

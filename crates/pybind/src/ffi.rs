@@ -10,6 +10,7 @@
 mod api_memory;
 mod api_pools;
 mod api_sharing;
+mod api_sources;
 mod api_stats;
 mod api_table;
 mod cxx_exception;

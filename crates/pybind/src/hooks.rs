@@ -19,7 +19,7 @@ use alloc_core::stats::{Family, Stats};
 use crate::backend::Backend;
 use crate::failure::Failure;
 use crate::recording::Call;
-use crate::{observers, probe, process, recording, sharing};
+use crate::{observers, pools, probe, process, recording, sharing};
 
 /// Calls that were answered by doing nothing, since no error may be raised from them.
 static FOREIGN_POINTERS: AtomicU64 = AtomicU64::new(0);
@@ -55,7 +55,7 @@ pub(crate) fn malloc(size: usize, device: i32, stream: StreamHandle) -> Result<O
     }
     let device = device_id(device)?;
     process::mark_in_use();
-    let pool = backend.route(device, stream);
+    let pool = backend.route(device, stream).filter(|_| !pools::is_asking_source());
     let caller = recording::caller(Call::Malloc);
     let result = guarded(|| Ok(backend.malloc(size as u64, device, stream, pool)?));
     recording::end(caller);

@@ -1,7 +1,10 @@
 //! What is asked of private pools besides beginning and ending them, in safe code: see [`crate::hooks`] for the rules.
 
+use std::cell::Cell;
+
 use alloc_core::checkpoint::{Checkpoint, Restored};
 use alloc_core::id::PoolId;
+use alloc_core::source::SharedSource;
 
 use crate::failure::Failure;
 use crate::hooks::{ask, device_id, guarded};
@@ -14,6 +17,33 @@ pub(crate) fn create(device: i32, pool: PoolId) -> Result<(), Failure> {
     let device = device_id(device)?;
     process::mark_in_use();
     guarded(|| Ok(backend.create_pool(device, pool)?))
+}
+
+/// Makes a private pool whose segments come from `source`.
+pub(crate) fn create_from(device: i32, pool: PoolId, source: SharedSource) -> Result<(), Failure> {
+    let backend = process::for_request()?;
+    let device = device_id(device)?;
+    process::mark_in_use();
+    guarded(|| Ok(backend.create_pool_from(device, pool, source)?))
+}
+
+thread_local! {
+    /// Whether this thread is asking a source for memory, or giving it back.
+    static IS_ASKING_SOURCE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether this thread is inside a source. What that allocates here may not come from a pool that has a source, or each
+/// request would make another one.
+pub(crate) fn is_asking_source() -> bool {
+    IS_ASKING_SOURCE.get()
+}
+
+/// Calls a source.
+pub(crate) fn while_asking_source<T>(call: impl FnOnce() -> T) -> T {
+    let was_asking = IS_ASKING_SOURCE.replace(true);
+    let answer = recording::interrupted(call);
+    IS_ASKING_SOURCE.set(was_asking);
+    answer
 }
 
 /// How many users the pool has; 0 for no such pool.

@@ -102,6 +102,15 @@ pub(crate) fn end(caller: Option<Caller>) {
     }
 }
 
+/// Runs the program's own code in the middle of a call. What that asks of the allocator is recorded for itself, and then
+/// the call goes on with its own stack.
+pub(crate) fn interrupted<T>(code: impl FnOnce() -> T) -> T {
+    let own = STACK.try_with(|current| current.replace(StackId::NONE)).unwrap_or(StackId::NONE);
+    let answer = code();
+    set_stack(own);
+    answer
+}
+
 #[cold]
 fn end_taken(caller: Caller) {
     drop(caller);

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <deque>
+#include <exception>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -18,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "raised.h"
 #include "rallocator.h"
 
 // 211 for torch 2.11.
@@ -44,14 +46,34 @@ constexpr auto DEVICE_TYPE = c10::DeviceType::CUDA;
 
 const rallocator_api* api = nullptr;
 
+// What the allocator of a pool has raised last on this thread. It may not pass through rallocator, so it waits here until
+// the call that it made fail has returned.
+thread_local Raised raised_by_source;
+
 // Raises the failure of a call.
-[[noreturn]] void fail() {
+[[noreturn]] void fail(rallocator_status status = RALLOCATOR_FAILED) {
+  if (status == RALLOCATOR_SOURCE_FAILED && raised_by_source) {
+    rethrow_exception(std::move(raised_by_source));
+  }
   C10_THROW_ERROR(Error, api->last_error());
+}
+
+// What a call failed for, as text, where nothing may be raised.
+std::string reason(rallocator_status status) {
+  try {
+    fail(status);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return api->last_error();
+  }
 }
 
 void check(rallocator_status status) {
   if (C10_UNLIKELY(status != RALLOCATOR_OK)) {
-    fail();
+    fail(status);
   }
 }
 

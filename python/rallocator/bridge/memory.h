@@ -176,9 +176,9 @@ class Memory : public CUDAAllocator {
   void emptyCache(MempoolId_t pool) override {
     if (pool == MempoolId_t{0, 0}) {
       check(api->empty_cache());
-    } else if (api->empty_pool(pool.first, pool.second) != RALLOCATOR_OK) {
+    } else if (const auto status = api->empty_pool(pool.first, pool.second); status != RALLOCATOR_OK) {
       // torch asks for this in a destructor, where an exception would end the process.
-      TORCH_WARN("memory of a private pool could not be given back: ", api->last_error());
+      TORCH_WARN("memory of a private pool could not be given back: ", reason(status));
     }
   }
 
@@ -325,10 +325,10 @@ class Memory : public CUDAAllocator {
   }
 
   [[noreturn]] void report_failure(rallocator_status status, size_t size, DeviceIndex device) {
-    const std::string text = api->last_error();
     if (status != RALLOCATOR_OUT_OF_MEMORY) {
-      C10_THROW_ERROR(Error, text);
+      fail(status);
     }
+    const std::string text = api->last_error();
     rallocator_out_of_memory details{size, 0, 0};
     api->last_out_of_memory(&details);
     uint64_t allocated = 0;

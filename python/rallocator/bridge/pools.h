@@ -3,6 +3,10 @@
 
 #include "memory.h"
 
+#include <c10/core/DeviceGuard.h>
+
+#include <optional>
+
 namespace rallocator {
 namespace {
 
@@ -15,6 +19,54 @@ struct Checkpoint : AllocatorState {
   }
 
   rallocator_checkpoint* const checkpoint;
+};
+
+// Makes a device current for a while, and asks CUDA for nothing if it is.
+class OnDevice {
+ public:
+  explicit OnDevice(int32_t device) {
+    if (c10::cuda::current_device() != device) {
+      guard_.emplace(c10::Device(DEVICE_TYPE, static_cast<DeviceIndex>(device)));
+    }
+  }
+
+ private:
+  std::optional<c10::DeviceGuard> guard_;
+};
+
+// An allocator that the program gave a torch.cuda.MemPool, kept for as long as any memory that came from it is there.
+struct Source {
+  SharedAllocator allocator;
+
+  static rallocator_status obtain(void* source, size_t size, int32_t device, void* stream, void** address) noexcept {
+    try {
+      const OnDevice guard(device);
+      // torch's own allocator calls raw_alloc, which asks for the current stream: here it is said.
+      auto& allocator = static_cast<Source*>(source)->allocator;
+      *address = allocator->raw_alloc_with_stream(size, static_cast<cudaStream_t>(stream));
+      return RALLOCATOR_OK;
+    } catch (const c10::OutOfMemoryError&) {
+      return RALLOCATOR_OUT_OF_MEMORY;
+    } catch (...) {
+      raised_by_source = current_exception();
+      return RALLOCATOR_SOURCE_FAILED;
+    }
+  }
+
+  static rallocator_status give_back(void* source, void* address, size_t, int32_t device, void*) noexcept {
+    try {
+      const OnDevice guard(device);
+      static_cast<Source*>(source)->allocator->raw_delete(address);
+      return RALLOCATOR_OK;
+    } catch (...) {
+      raised_by_source = current_exception();
+      return RALLOCATOR_SOURCE_FAILED;
+    }
+  }
+
+  static void release(void* source) noexcept {
+    delete static_cast<Source*>(source);
+  }
 };
 
 class Pools : public Memory {
@@ -41,10 +93,13 @@ class Pools : public Memory {
   }
 
   void createOrIncrefPool(DeviceIndex device, MempoolId_t pool, SharedAllocator allocator) override {
-    if (allocator) {
-      refuse("rallocator has no torch.cuda.MemPool with an allocator of its own: leave the allocator out");
+    if (!allocator) {
+      check(api->create_pool(device, pool.first, pool.second));
+      return;
     }
-    check(api->create_pool(device, pool.first, pool.second));
+    auto* context = new Source{std::move(allocator)};
+    const rallocator_source source{context, &Source::obtain, &Source::give_back, &Source::release};
+    check(api->create_pool_from(device, pool.first, pool.second, &source));
   }
 
 #if TORCH_RELEASE >= 211

@@ -87,9 +87,9 @@ impl SpanTable {
         self.spans[span.0 as usize] = None;
     }
 
-    /// Whether some span has one of these addresses.
-    pub(crate) fn overlaps(&self, base: u64, end: u64) -> bool {
-        self.spans.iter().flatten().any(|span| span.base < end && base < span.base + span.size)
+    /// The spans that have one of these addresses.
+    pub(crate) fn overlapping(&self, base: u64, end: u64) -> impl Iterator<Item = &Span> {
+        self.spans.iter().flatten().filter(move |span| span.base < end && base < span.base + span.size)
     }
 
     /// The spans there are, in address order.

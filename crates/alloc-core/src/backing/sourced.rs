@@ -5,7 +5,10 @@
 //! addresses anew, and be first to say so. Until its source has answered, such a segment is *departing*: it has no block
 //! and no span any more, but counts as before.
 
+use std::sync::Arc;
+
 use crate::{
+    backing::{Span, SpanKind},
     block::BlockId,
     config::Policy,
     device::DeviceState,
@@ -53,7 +56,17 @@ impl DeviceState {
         let end = address.0.checked_add(size);
         address.0 != 0
             && address.0.is_multiple_of(BLOCK_GRANULARITY)
-            && end.is_some_and(|end| !self.spans.overlaps(address.0, end))
+            && end.is_some_and(|end| self.spans.overlapping(address.0, end).next().is_none())
+    }
+
+    /// What a source gave and cannot be used, if it may have that back: not where it gave the same memory before, which it
+    /// would take away from under the segment that lies there.
+    pub(crate) fn rejected(&self, obtain: Obtain, address: DevicePtr) -> Option<Departure> {
+        let source = obtain.origin.source()?;
+        let end = address.0.saturating_add(obtain.size);
+        let is_its_own = |span: &Span| matches!(&span.kind, SpanKind::Segment(Origin::Source(of_span)) if Arc::ptr_eq(source, of_span));
+        let gives_twice = self.spans.overlapping(address.0, end).any(is_its_own);
+        if gives_twice { None } else { Departure::of(obtain, address) }
     }
 
     /// Idle segments that may go back to their sources: those of all pools, or of the private pool of this name.

@@ -308,7 +308,8 @@ fn source_that_fails_is_an_error_at_once_and_changes_nothing() {
                 (Mishap::GivesMisaligned, SourceError::Unusable { pool: POOL, .. }) => {}
                 other => panic!("{config}: {other:?}"),
             }
-            source.check().expect("what cannot be used was given back");
+            source.check().expect("what cannot be used was given back, but for what is in use");
+            rig.write(MAIN, first);
             let after = rig.stats();
             assert_eq!((after.reserved_bytes, after.segment), (before.reserved_bytes, before.segment));
             assert_eq!((after.num_ooms, source.counts().given), (0, 1));
@@ -538,6 +539,54 @@ fn source_is_called_and_dropped_under_no_lock() {
         rig.allocator.empty_cache().expect("all goes back");
         rig.allocator.check().expect("consistent");
         assert_eq!(source.counts().taken_back, 1, "{config}");
+        finish(rig, &source);
+    }
+}
+
+/// A source during whose answer the program asks for other memory.
+struct Slow {
+    allocator: Weak<Allocator<SimDriver>>,
+    source: SimSource,
+    /// What was asked for meanwhile, in bytes, and whether it was there.
+    meanwhile: Mutex<Vec<(u64, bool)>>,
+}
+
+impl SegmentSource for Slow {
+    fn obtain(&self, device: DeviceId, size: u64, stream: StreamHandle) -> Result<Option<DevicePtr>, SourceFailed> {
+        let allocator = self.allocator.upgrade().expect("it is being called");
+        for (size, is_there) in self.meanwhile.lock().expect("no panic").iter_mut() {
+            let block = allocator.malloc(*size, device, stream, None).ok().flatten();
+            *is_there = block.is_some_and(|block| allocator.free(block, device) == FreeOutcome::Freed);
+        }
+        self.source.obtain(device, size, stream)
+    }
+
+    fn give_back(
+        &self,
+        device: DeviceId,
+        address: DevicePtr,
+        size: u64,
+        stream: StreamHandle,
+    ) -> Result<(), SourceFailed> {
+        self.source.give_back(device, address, size, stream)
+    }
+}
+
+#[test]
+fn what_a_source_is_being_asked_for_is_no_longer_there_for_others() {
+    for config in POLICIES {
+        let rig = Rig::new(config);
+        let source = SimSource::new(&rig.gpu);
+        let meanwhile = Mutex::new(vec![(50 * MIB, true), (20 * MIB, false)]);
+        let slow = Arc::new(Slow { allocator: Arc::downgrade(&rig.allocator), source: source.clone(), meanwhile });
+        rig.allocator.create_pool_from(DEVICE, POOL, slow.clone()).expect("there is no such pool yet");
+        rig.allocator.set_memory_limit(DEVICE, 100 * MIB).expect("the device is in use");
+        let block = rig.allocator.malloc(60 * MIB, DEVICE, MAIN, Some(POOL)).expect("it may").expect("not for nothing");
+        rig.allocator.check().expect("consistent");
+        assert_eq!(*slow.meanwhile.lock().expect("no panic"), [(50 * MIB, false), (20 * MIB, true)], "{config}");
+        rig.allocator.free(block, DEVICE);
+        rig.allocator.release_pool(DEVICE, POOL);
+        drop(slow);
         finish(rig, &source);
     }
 }

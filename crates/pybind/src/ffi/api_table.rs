@@ -15,8 +15,9 @@ use alloc_core::id::{PoolId, StreamHandle};
 
 use super::api_memory::{Block, MemoryVisitor, RecordingOptions, StackVisitor, TrackerCallback};
 use super::api_pools::AddressVisitor;
+use super::api_sources::SourceTable;
 use super::api_stats::{DeviceStats, OutOfMemoryDetails, PoolVisitor, Settings};
-use super::{api_memory, api_pools, api_sharing, api_stats};
+use super::{api_memory, api_pools, api_sharing, api_sources, api_stats};
 use super::{device_pointer, rallocator_base_allocation, raw_address, stream_handle};
 use crate::failure::Failure;
 use crate::hooks;
@@ -31,6 +32,8 @@ pub(super) enum Status {
     OutOfMemory = 1,
     /// Any other failure.
     Failed = 2,
+    /// A source of a private pool failed.
+    SourceFailed = 3,
 }
 
 /// Whether requests on `stream` go to the pool: `rallocator_stream_filter`.
@@ -96,6 +99,7 @@ pub(crate) struct ApiTable {
     share: unsafe extern "C" fn(*mut c_void, *mut u64) -> *const c_char,
     open_shared: unsafe extern "C" fn(*const c_char, i32, *mut *mut c_void) -> Status,
     close_shared: extern "C" fn(*mut c_void),
+    create_pool_from: unsafe extern "C" fn(i32, u64, u64, *const SourceTable) -> Status,
 }
 
 static TABLE: ApiTable = ApiTable {
@@ -151,6 +155,7 @@ static TABLE: ApiTable = ApiTable {
     share: api_sharing::share,
     open_shared: api_sharing::open_shared,
     close_shared: api_sharing::close_shared,
+    create_pool_from: api_sources::create_pool_from,
 };
 
 /// The table, which lives as long as the process.
@@ -254,7 +259,13 @@ pub(super) fn failed(failure: &Failure) -> Status {
     let text = CString::new(failure.to_string().replace('\0', "")).unwrap_or_default();
     // A thread that is ending has nowhere to keep it any more; the status still tells of the failure.
     let _ = LAST_ERROR.try_with(|last| last.replace(text));
-    if failure.is_out_of_memory() { Status::OutOfMemory } else { Status::Failed }
+    if failure.is_out_of_memory() {
+        Status::OutOfMemory
+    } else if failure.is_of_source() {
+        Status::SourceFailed
+    } else {
+        Status::Failed
+    }
 }
 
 /// A filter that the caller passed as a function and its context. Released once, on drop.

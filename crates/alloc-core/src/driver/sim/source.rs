@@ -132,7 +132,6 @@ impl SegmentSource for SimSource {
             }
             Some(Mishap::GivesTwice) => {
                 if let Some((address, _)) = state.given.first_key_value() {
-                    state.unusable.push(*address);
                     state.counts.unusable += 1;
                     return Ok(Some(*address));
                 }
