@@ -347,8 +347,8 @@ FAULTS = (
     Fault(
         "lose count of a segment that is on its way back to its source",
         "backing/sourced.rs",
-        "self.departing.insert(base.0, (pool, size));",
-        "",
+        "self.departing.push((pool, size));",
+        "self.departing.push((pool, size + 512));",
     ),
 )
 

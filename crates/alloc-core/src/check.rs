@@ -61,7 +61,7 @@ impl DeviceState {
     fn scan(&self) -> Result<(), String> {
         self.streams.check()?;
         let mut sums = Sums::default();
-        for (pool, size) in self.departing.values() {
+        for (pool, size) in &self.departing {
             let class = self.pools[*pool].class.index();
             sums.segments[class] += 1;
             sums.reserved[class] += size;
@@ -221,14 +221,14 @@ impl DeviceState {
                 let agrees = (block.size, block.address, block.pool) == (entry.size, entry.address, pool);
                 ensure!(agrees, "pool {pool:?}: the index has a stale entry {:#x}", entry.address);
             }
-            let departing = self.departing.values().filter(|(of, _)| *of == pool).count();
+            let departing = self.departing.iter().filter(|(of, _)| *of == pool).count();
             let spans = self.spans.ids().filter(|span| self.spans[*span].pool == pool).count() + departing;
             ensure!(spans == self.pools[pool].spans, "pool {pool:?}: {spans} spans, not {}", self.pools[pool].spans);
         }
         for (private, pool) in self.pools.privates() {
             let spans = self.spans.ids().map(|span| &self.spans[span]);
             let own = spans.filter(|span| self.pools[span.pool].owner == Some(private));
-            let departing = self.departing.values().filter(|(of, _)| self.pools[*of].owner == Some(private));
+            let departing = self.departing.iter().filter(|(of, _)| self.pools[*of].owner == Some(private));
             let found: u64 = own.map(Span::reserved).chain(departing.map(|(_, size)| *size)).sum();
             let counted = pool.reserved.all.current;
             ensure!(counted == found, "private pool {:?}: counted {counted} bytes, found {found}", pool.id);

@@ -4,8 +4,6 @@
 //! takes it back. When nothing fits, [`ladder`](crate::ladder) says what to try; the plans for that are made in
 //! [`settle`](crate::settle) (events), [`backing`](crate::backing) (growth) and [`release`](crate::release).
 
-use std::collections::BTreeMap;
-
 use crate::{
     backing::SpanTable,
     block::{Block, BlockId, BlockState},
@@ -72,8 +70,8 @@ pub(crate) struct DeviceState {
     pub(crate) strays: Vec<Stray>,
     /// Mappings that nobody can use and that the driver did not undo when asked; see [`ReleaseRun::is_stuck`].
     pub(crate) stuck: Vec<ReleaseRun>,
-    /// Segments that their sources are being given back, by address: pool and bytes.
-    pub(crate) departing: BTreeMap<u64, (PoolIx, u64)>,
+    /// Segments that their sources are being given back: pool and bytes.
+    pub(crate) departing: Vec<(PoolIx, u64)>,
     /// Bytes that sources are being asked for.
     pub(crate) promised: u64,
     pub(crate) stats: Stats,
@@ -98,7 +96,7 @@ impl DeviceState {
             stale: StaleTable::default(),
             strays: Vec::new(),
             stuck: Vec::new(),
-            departing: BTreeMap::new(),
+            departing: Vec::new(),
             promised: 0,
             stats: Stats::default(),
             history: History::new(recording),

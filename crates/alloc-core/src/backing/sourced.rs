@@ -5,8 +5,6 @@
 //! addresses anew, and be first to say so. Until its source has answered, such a segment is *departing*: it has no block
 //! and no span any more, but counts as before.
 
-use std::sync::Arc;
-
 use crate::{
     backing::{Span, SpanKind},
     block::BlockId,
@@ -62,10 +60,10 @@ impl DeviceState {
     /// What a source gave and cannot be used, if it may have that back: not where it gave the same memory before, which it
     /// would take away from under the segment that lies there.
     pub(crate) fn rejected(&self, obtain: Obtain, address: DevicePtr) -> Option<Departure> {
-        let source = obtain.origin.source()?;
         let end = address.0.saturating_add(obtain.size);
-        let is_its_own = |span: &Span| matches!(&span.kind, SpanKind::Segment(Origin::Source(of_span)) if Arc::ptr_eq(source, of_span));
-        let gives_twice = self.spans.overlapping(address.0, end).any(is_its_own);
+        // Of any source, since several pools may have one library behind them.
+        let is_of_source = |span: &Span| matches!(span.kind, SpanKind::Segment(Origin::Source(_)));
+        let gives_twice = self.spans.overlapping(address.0, end).any(is_of_source);
         if gives_twice { None } else { Departure::of(obtain, address) }
     }
 
@@ -96,14 +94,15 @@ impl DeviceState {
         self.unindex(id);
         self.blocks.remove(id);
         self.spans.remove(span);
-        self.departing.insert(base.0, (pool, size));
+        self.departing.push((pool, size));
         Some(Departure { device: self.id, pool, base, size, source, user: self.user_of(pool) })
     }
 
     /// Takes note of what sources took back. What they did not is idle as before.
     pub(crate) fn commit_hand_back(&mut self, departures: Vec<(Departure, Result<(), SourceFailed>)>) {
         for (Departure { pool, base, size, source, .. }, result) in departures {
-            self.departing.remove(&base.0);
+            let departed = self.departing.iter().position(|departing| *departing == (pool, size));
+            self.departing.swap_remove(departed.expect("it was planned"));
             // A source that has given the same addresses out meanwhile did take them back, whatever it says.
             if result.is_err() && self.is_usable(base, size) {
                 let block = self.add_segment(base, size, pool, Origin::Source(source));

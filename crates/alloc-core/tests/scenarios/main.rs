@@ -4,6 +4,7 @@
 
 mod checkpoints;
 mod failures;
+mod foreign_sources;
 mod graphs;
 mod guests;
 mod history;
