@@ -176,3 +176,30 @@ fn threads_that_ask_at_once_stay_within_the_limit() {
         finish(rig, &source);
     }
 }
+
+#[test]
+fn source_lives_as_long_as_its_last_segment_and_no_longer() {
+    for config in POLICIES {
+        let mut rig = Rig::new(config);
+        let source = SimSource::new(&rig.gpu);
+        let given = Arc::new(source.clone());
+        let alive: Weak<SimSource> = Arc::downgrade(&given);
+        rig.allocator.create_pool_from(DEVICE, POOL, given).expect("there is no such pool yet");
+        rig.begin_pool(POOL, MAIN);
+        let block = rig.malloc(3 * MIB, MAIN);
+        release(&rig);
+        rig.allocator.empty_cache().expect("nothing fails");
+        assert!(alive.upgrade().is_some(), "{config}: a tensor lives");
+        rig.free(block);
+        assert!(alive.upgrade().is_some(), "{config}: its segment is cached");
+        rig.allocator.empty_cache().expect("it goes back");
+        assert!(alive.upgrade().is_none(), "{config}");
+        // Without any segment it is gone with its pool.
+        let unused = Arc::new(source.clone());
+        let alive = Arc::downgrade(&unused);
+        rig.allocator.create_pool_from(DEVICE, POOL, unused).expect("the name is free");
+        rig.allocator.release_pool(DEVICE, POOL);
+        assert!(alive.upgrade().is_none(), "{config}");
+        finish(rig, &source);
+    }
+}
