@@ -1,9 +1,10 @@
 //! The allocator: locks, and the only caller of the driver.
 //!
 //! Each device has two locks. The *fast* one guards its state and is held for the length of a cached malloc or free. The
-//! *slow* one is taken first and serialises growing and trimming. Driver calls are made under the slow lock at most,
-//! host waits and the program's own code (callbacks, sources of segments) under none. So a miss drops the fast lock, takes slow, then fast, searches again,
-//! lets the state make a plan, drops fast, carries the plan out, takes fast, commits, and climbs on.
+//! *slow* one is taken first and serialises growing and trimming. Driver calls are made under the slow lock at most, host
+//! waits and the program's own code (callbacks, sources of segments) under none. So a miss drops the fast lock, takes slow,
+//! then fast, searches again, lets the state make a plan, drops fast, carries the plan out, takes fast, commits, and climbs
+//! on.
 
 #[cfg(feature = "sim")]
 mod chosen;

@@ -9,8 +9,8 @@ use crate::{
 };
 
 impl<D: Driver> Allocator<D> {
-    /// Returns cached memory to the driver, or to its source: all that is not held, pending, pinned or a live private pool's. Waits for
-    /// queued work, but for what streams that are capturing still wait for.
+    /// Returns cached memory to the driver, or to its source: all that is not held, pending, pinned or a live private
+    /// pool's. Waits for queued work, but for what streams that are capturing still wait for.
     ///
     /// # Errors
     ///
