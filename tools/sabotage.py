@@ -249,10 +249,34 @@ FAULTS = (
         "if self.pools[block.pool].stream != stream {",
     ),
     Fault(
+        "move where a little growth serves",
+        "ladder.rs",
+        "self.plan_move(request, Lenders::Nobody, Growth::WithinNeed)",
+        "self.plan_move(request, Lenders::Ordered, Growth::WithinNeed)",
+    ),
+    Fault(
+        "take new memory for all where another stream left too little",
+        "ladder.rs",
+        "self.plan_move(request, Lenders::AfterWait, Growth::ToLimit)",
+        "self.plan_move(request, Lenders::AfterWait, Growth::None)",
+    ),
+    Fault(
+        "count what is pending as needed",
+        "backing/moving.rs",
+        "let held = self.stats.allocated_bytes.all.current;",
+        "let held = self.stats.active_bytes.all.current;",
+    ),
+    Fault(
+        "cut free blocks at the wrong end",
+        "backing/moving.rs",
+        "mappings.are_whole(start, end - request.rounded) && !mappings.are_whole(start + request.rounded, end)",
+        "!mappings.are_whole(start, end - request.rounded) || mappings.are_whole(start + request.rounded, end)",
+    ),
+    Fault(
         "move memory although that is off",
         "backing/moving.rs",
-        "if self.is_tracked || self.config.moving != Move::On {",
-        "if self.is_tracked || self.config.moving == Move::Contiguous {",
+        "|| self.is_tracked || self.config.moving != Move::On {",
+        "|| self.is_tracked || self.config.moving == Move::Contiguous {",
     ),
     Fault(
         "unite blocks of two handles where memory is contiguous",
@@ -293,8 +317,8 @@ FAULTS = (
     Fault(
         "move memory that a tracker knows of",
         "backing/moving.rs",
-        "if self.is_tracked || self.config.moving != Move::On {",
-        "if self.config.moving != Move::On {",
+        "|| self.is_tracked || self.config.moving != Move::On {",
+        "|| self.config.moving != Move::On {",
     ),
     Fault(
         "forget to tell a tracker of what was not given back",
