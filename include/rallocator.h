@@ -112,8 +112,9 @@ typedef bool (*rallocator_stream_filter)(void *context, void *stream);
 
 /* An allocator of the caller's own that a private pool has its segments from. Its functions are called from any thread,
  * also from several at once, while no lock is held, and may call rallocator: what they allocate there comes from the
- * default pool. They must not raise. `size` and `stream` say the same when a segment is given back as when it was
- * obtained. */
+ * default pool, or, when memory has run out, from a pool that serves then. A segment may be given back, on the same
+ * thread, while they do: let them hold no lock of their own. They must not raise, nor obtain what rallocator itself
+ * holds. `size` and `stream` say the same when a segment is given back as when it was obtained. */
 typedef struct rallocator_source {
   void *context;
   /* `size` bytes on `device` at `*address`, a multiple of 512, for work on `stream`. RALLOCATOR_OUT_OF_MEMORY, or a null

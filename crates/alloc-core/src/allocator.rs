@@ -28,7 +28,7 @@ use crate::{
     driver::Driver,
     error::AllocError,
     event::{Closing, StreamIx, StreamKey},
-    execute::{execute, hand_back},
+    execute::execute,
     history::Recording,
     id::{DeviceId, DevicePtr, PoolId, Stream, StreamHandle},
     ladder::{Ladder, Rung, Step},
@@ -183,8 +183,7 @@ impl<D: Driver> Allocator<D> {
         let mut ladder = Ladder::new(request);
         let result = self.malloc_slow(device, &mut ladder);
         if let Some(unusable) = ladder.unusable.take() {
-            // What the source says to that adds nothing: the request fails because of it already.
-            let _ = hand_back(&unusable);
+            self.reject(unusable);
         }
         device.fast()?.leave(&ladder);
         drop(ladder);
@@ -449,7 +448,8 @@ impl<D: Driver> Allocator<D> {
 /// Whether a rung waits on the host for what streams were given, and so must hold no lock.
 ///
 /// Giving memory back may wait too, inside the driver, but happens under the slow lock: until the state has heard of it,
-/// nobody may obtain the same addresses anew, or fail for want of memory that is on its way back.
+/// nobody may obtain the same addresses anew, or fail for want of memory that is on its way back. Only what goes back to a
+/// source of the program's own is under way without a lock.
 fn may_wait(rung: Rung) -> bool {
     matches!(rung, Rung::Wait | Rung::Synchronize | Rung::CloseAll | Rung::ClosePending)
 }

@@ -68,7 +68,7 @@ fn execute_relaxed<D: Driver>(driver: &D, plan: Plan) -> Outcome {
                 let result = hand_back(&departure);
                 (departure, result)
             };
-            Outcome::HandedBack(departures.into_iter().map(hand_back).collect())
+            Outcome::HandedBack(departures.into_iter().map(hand_back).collect(), None)
         }
         Plan::Close(_) | Plan::CallBack => unreachable!("carried out without a change of mode"),
     }
@@ -94,7 +94,8 @@ fn refuse(plan: Plan, error: DriverError) -> Outcome {
             error: Some(error),
         }),
         Plan::HandBack(departures) => {
-            Outcome::HandedBack(departures.into_iter().map(|departure| (departure, Err(SourceFailed))).collect())
+            let kept = departures.into_iter().map(|departure| (departure, Err(SourceFailed)));
+            Outcome::HandedBack(kept.collect(), Some(error))
         }
         Plan::Close(_) | Plan::CallBack => unreachable!("carried out without a change of mode"),
     }

@@ -19,9 +19,9 @@ pub enum Action {
     FreeRequested,
     /// It became reusable, at once or when other streams were done; the size is the requested one.
     FreeCompleted,
-    /// A segment was obtained from the driver.
+    /// A segment was obtained.
     SegmentAlloc,
-    /// A segment was returned to the driver.
+    /// A segment was returned.
     SegmentFree,
     /// Handles were mapped.
     SegmentMap,

@@ -37,8 +37,8 @@ pub enum Rung {
     MoveAndGrow,
     /// Hand a pending block on: the asking stream waits on the GPU for those that used it.
     TakeOver,
-    /// Move idle handles of other streams too, for which the asking stream waits on the GPU, and obtain new memory for the
-    /// rest.
+    /// Move idle handles of other streams too, for which the asking stream waits on the GPU. If they are a good part of
+    /// the request and not all of it, obtain new memory for the rest.
     MoveAfterWait,
     /// Obtain new memory.
     Grow,
@@ -109,7 +109,8 @@ impl Rung {
         Self::CallBack,
     ];
 
-    /// Our own order: memory that is there comes before memory that is not, and the GPU waits before the host does.
+    /// Our own order: but for a little growth, memory that is there comes before memory that is not, and the GPU waits
+    /// before the host does.
     const RALLOCATOR: &[Self] = &[
         Self::ClosePending,
         Self::Poll,
@@ -265,6 +266,7 @@ impl DeviceState {
         if !self.pools.is_live(pool) {
             let (stream, class) = (self.pools[pool].stream, self.pools[pool].class);
             self.leave(ladder);
+            ladder.refused_by = None;
             ladder.request.pool = self.pools.of(None, stream, class);
             self.pools[ladder.request.pool].climbers += 1;
         }
@@ -385,9 +387,10 @@ impl DeviceState {
                 self.commit_take_over_failed(&taken);
                 refused(error)
             }
-            Outcome::HandedBack(departures) => {
+            Outcome::HandedBack(departures, error) => {
                 // What a source keeps is still reserved, so that memory is out, and nothing else is to be said of it here.
                 self.commit_hand_back(departures);
+                ladder.failure = error.map(AllocError::from);
                 Ok(None)
             }
             Outcome::CalledBack(has_freed) => {
@@ -438,11 +441,11 @@ impl DeviceState {
                 self.commit_release(released);
                 fail(error)
             }
-            Outcome::HandedBack(departures) => {
-                let failed =
-                    departures.iter().find(|(_, result)| result.is_err()).map(|(departure, _)| departure.failure());
+            Outcome::HandedBack(departures, error) => {
+                let kept = departures.iter().find(|(_, result)| result.is_err());
+                let failed = kept.map(|(departure, _)| departure.failure());
                 self.commit_hand_back(departures);
-                failed.map_or(Ok(()), |error| Err(error.into()))
+                fail(error).and(failed.map_or(Ok(()), |failed| Err(failed.into())))
             }
             Outcome::Obtained(..)
             | Outcome::Reserved(..)

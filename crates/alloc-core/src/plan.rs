@@ -322,7 +322,8 @@ pub(crate) enum Outcome {
     TookOver(TakeOver, Result<(), DriverError>),
     Released(Released),
     /// Each segment with what its source answered.
-    HandedBack(Vec<(Departure, Result<(), SourceFailed>)>),
+    /// What each source said, or the error for which none was asked.
+    HandedBack(Vec<(Departure, Result<(), SourceFailed>)>, Option<DriverError>),
     CalledBack(bool),
 }
 

@@ -62,7 +62,7 @@ pub(crate) enum PrivateState {
         /// How many private pools had been released, this one included.
         order: u64,
     },
-    /// A device synchronise after the release proved that no graph runs on it: idle memory may go back to the driver.
+    /// A device synchronise after the release proved that no graph runs on it: idle memory may go back.
     Proven,
 }
 
@@ -192,7 +192,7 @@ impl PoolSet {
         if self.is_live(pool) { BlockState::Free } else { BlockState::Quarantined }
     }
 
-    /// Whether idle memory of the pool may go back to the driver: a live graph's may not.
+    /// Whether idle memory of the pool may go back: a live graph's may not.
     pub(crate) fn is_releasable(&self, pool: PoolIx) -> bool {
         self[pool].owner.is_none_or(|owner| self.private(owner).state == PrivateState::Proven)
     }

@@ -11,7 +11,8 @@ use crate::id::{DeviceId, DevicePtr, PoolId, StreamHandle};
 /// Obtains and takes back the segments of private pools. It is foreign code: it is called from any thread, under no lock,
 /// and may call CUDA and this allocator.
 ///
-/// What it allocates itself must not go to a pool that it is the source of.
+/// What it allocates itself must not go to a pool that it is the source of. While it does, memory may run out and a segment
+/// be given back to it, on the same thread: so it holds no lock of its own then. It must not panic.
 pub trait SegmentSource: Send + Sync {
     /// `size` bytes on `device`, at a multiple of [`BLOCK_GRANULARITY`](crate::size::BLOCK_GRANULARITY), for the requests
     /// of `stream`. `None` if there is too little memory.

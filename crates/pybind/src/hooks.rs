@@ -114,7 +114,7 @@ pub(crate) fn init(device_count: i32) {
     }
 }
 
-/// Gives cached memory back to the driver.
+/// Gives cached memory back to where it came from.
 pub(crate) fn empty_cache() -> Result<(), Failure> {
     if probe::notes(format_args!("empty_cache")) || process::phase() != process::Phase::InUse {
         // Before the first request there is nothing to release, and after a fork or at exit nothing may be.

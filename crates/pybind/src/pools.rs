@@ -61,7 +61,7 @@ pub(crate) fn forbid_splits(device: i32, pool: PoolId) -> bool {
     ask(device, |backend, device| backend.forbid_splits(device, pool))
 }
 
-/// Gives what a released pool holds back to the driver.
+/// Gives what a released pool holds back.
 pub(crate) fn empty(pool: PoolId) -> Result<(), Failure> {
     if process::phase() != process::Phase::InUse {
         // As for the whole cache: there is nothing yet, or nothing may be done any more.

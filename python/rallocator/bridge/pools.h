@@ -39,6 +39,7 @@ struct Source {
   SharedAllocator allocator;
 
   static rallocator_status obtain(void* source, size_t size, int32_t device, void* stream, void** address) noexcept {
+    raised_by_source = Raised();
     try {
       const OnDevice guard(device);
       // torch's own allocator calls raw_alloc, which asks for the current stream: here it is said.
@@ -54,6 +55,7 @@ struct Source {
   }
 
   static rallocator_status give_back(void* source, void* address, size_t, int32_t device, void*) noexcept {
+    raised_by_source = Raised();
     try {
       const OnDevice guard(device);
       static_cast<Source*>(source)->allocator->raw_delete(address);

@@ -82,7 +82,7 @@ impl<D: Driver> Allocator<D> {
         Some(change(&mut state, private))
     }
 
-    /// Returns what a released private pool holds to the driver, on every device. Does nothing for a live one. Waits as
+    /// Returns what a released private pool holds, on every device. Does nothing for a live one. Waits as
     /// [`empty_cache`](Self::empty_cache) does.
     ///
     /// # Errors
@@ -133,7 +133,7 @@ impl<D: Driver> Allocator<D> {
     }
 
     /// Answers one [`begin_pool`](Self::begin_pool). With the last, the pool's memory is quarantined until a device
-    /// synchronise proves that no graph runs on it; then it goes back to the driver.
+    /// synchronise proves that no graph runs on it; then it goes back.
     pub fn release_pool(&self, device: DeviceId, pool: PoolId) {
         if let Some(device) = self.devices.get(device)
             && let Ok(mut state) = device.fast()

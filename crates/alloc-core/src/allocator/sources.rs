@@ -6,7 +6,9 @@ use super::Allocator;
 use crate::{
     driver::Driver,
     error::AllocError,
+    execute::{execute, hand_back},
     id::{DeviceId, PoolId},
+    plan::{Departure, Outcome, Plan},
     source::{Origin, SharedSource},
 };
 
@@ -25,6 +27,16 @@ impl<D: Driver> Allocator<D> {
         let created = device.fast()?.pools.create_from(pool, Origin::Source(source));
         self.drop_unused_sources();
         Ok(created.map(|_| ())?)
+    }
+
+    /// Gives a source back what cannot be used. What it says to that adds nothing: the request fails because of it already.
+    pub(super) fn reject(&self, unusable: Departure) {
+        if let Outcome::HandedBack(kept, Some(_)) = execute(self.driver(), Plan::HandBack(vec![unusable])) {
+            // The driver refused the change of mode that spares captures, and this has to go back all the same.
+            for (unusable, _) in &kept {
+                let _ = hand_back(unusable);
+            }
+        }
     }
 
     /// Keeps one reference, so that the last one is dropped where no lock is held.

@@ -128,8 +128,8 @@ impl DeviceState {
                 let kept = released.runs.iter().filter(is_kept);
                 segments.chain(kept.map(|(run, _)| self.about_run(Action::SegmentMap, run))).collect()
             }
-            Outcome::HandedBack(departures) => {
-                let kept = departures.iter().filter(|(_, result)| result.is_err());
+            Outcome::HandedBack(departures, _) => {
+                let kept = departures.iter().filter(|(departure, result)| self.is_kept(departure, *result));
                 kept.map(|(departure, _)| self.about_departure(Action::SegmentAlloc, departure)).collect()
             }
             _ => Vec::new(),

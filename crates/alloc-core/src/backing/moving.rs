@@ -45,6 +45,8 @@ const LARGE_HANDLE_MAX: u64 = 128 * MIB;
 const HANDLES_PER_REST: u64 = 2;
 /// Memory may grow without a second thought up to this many thousandths of what the program needs at once.
 const GROWTH_PERMILLE: u64 = 1006;
+/// Where new memory is needed besides, a stream waits for others only if they spare this part of the request.
+const WAITS_FOR_SHARE: u64 = 4;
 
 /// Which idle memory may be moved for a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,15 +98,11 @@ impl DeviceState {
         if self.config.moving == Move::Contiguous {
             return self.plan_single(request, growth);
         }
-        let donors = self.donors(request, lenders);
-        let gaps = self.cheapest_gap(request, &donors).into_iter().chain(self.widest_hole(request));
-        let filled = gaps.map(|gap| {
-            let filling = self.fill(request, &gap, &donors);
-            (gap, filling)
-        });
-        let cheapest = filled.min_by_key(|(gap, filling)| (filling.new_bytes, gap.cost()));
-        let Some((gap, filling)) = cheapest else { return self.plan_reserve(request) };
+        let Some((gap, filling)) = self.cheapest_filling(request, lenders) else { return self.plan_reserve(request) };
         if !self.may_grow(request, filling.new_bytes, growth) {
+            return None;
+        }
+        if lenders == Lenders::AfterWait && !self.is_worth_waiting(request, &filling) {
             return None;
         }
         let waits = self.waits_for(request, filling.donors().chain(gap.returns()))?;
@@ -113,6 +111,27 @@ impl DeviceState {
             return self.plan_unmap(in_the_way);
         }
         Some(Plan::Map(self.claim(request, &gap, filling, waits)))
+    }
+
+    /// Of the gaps that are looked at, the one that takes the least new memory, and what fills it.
+    fn cheapest_filling(&self, request: &Request, lenders: Lenders) -> Option<(Gap, Filling)> {
+        let donors = self.donors(request, lenders);
+        let gaps = self.cheapest_gap(request, &donors).into_iter().chain(self.widest_hole(request));
+        let filled = gaps.map(|gap| {
+            let filling = self.fill(request, &gap, &donors);
+            (gap, filling)
+        });
+        filled.min_by_key(|(gap, filling)| (filling.new_bytes, gap.cost()))
+    }
+
+    /// Whether memory that other streams may still be using spares all new memory, or a good part of it: a wait ties two
+    /// streams together, whatever it brings.
+    fn is_worth_waiting(&self, request: &Request, after_wait: &Filling) -> bool {
+        let spares_enough = |without: &Filling| {
+            without.new_bytes.saturating_sub(after_wait.new_bytes) >= request.rounded / WAITS_FOR_SHARE
+        };
+        let without_wait = || self.cheapest_filling(request, Lenders::Ordered);
+        after_wait.new_bytes == 0 || without_wait().is_some_and(|(_, without)| spares_enough(&without))
     }
 
     pub(super) fn may_grow(&self, request: &Request, new: u64, growth: Growth) -> bool {

@@ -95,17 +95,26 @@ impl DeviceState {
         self.blocks.remove(id);
         self.spans.remove(span);
         self.departing.push((pool, size));
+        self.record(Action::SegmentFree, base.0, size, pool);
         Some(Departure { device: self.id, pool, base, size, source, user: self.user_of(pool) })
     }
 
-    /// Takes note of what sources took back. What they did not is idle as before.
+    /// Whether a segment is still there. A source that has given the same addresses out meanwhile did take it back,
+    /// whatever it says.
+    pub(crate) fn is_kept(&self, departure: &Departure, result: Result<(), SourceFailed>) -> bool {
+        result.is_err() && self.is_usable(departure.base, departure.size)
+    }
+
+    /// Takes note of what sources took back. What they did not is idle as before: it came again, says the history.
     pub(crate) fn commit_hand_back(&mut self, departures: Vec<(Departure, Result<(), SourceFailed>)>) {
-        for (Departure { pool, base, size, source, .. }, result) in departures {
+        for (departure, result) in departures {
+            let Departure { pool, size, .. } = departure;
             let departed = self.departing.iter().position(|departing| *departing == (pool, size));
             self.departing.swap_remove(departed.expect("it was planned"));
-            // A source that has given the same addresses out meanwhile did take them back, whatever it says.
-            if result.is_err() && self.is_usable(base, size) {
+            if self.is_kept(&departure, result) {
+                let Departure { pool, base, size, source, .. } = departure;
                 let block = self.add_segment(base, size, pool, Origin::Source(source));
+                self.record(Action::SegmentAlloc, base.0, size, pool);
                 self.index(block);
                 continue;
             }
@@ -113,7 +122,6 @@ impl DeviceState {
             self.stats.on_segment_released(class, size, is_oversize(size, self.config.max_split_size));
             self.pools.on_returned(pool, size);
             self.pools[pool].spans -= 1;
-            self.record(Action::SegmentFree, base.0, size, pool);
         }
         self.pools.drop_empty_privates();
     }

@@ -1,18 +1,21 @@
 //! Sources of segments as what they are: the program's own code, which may do anything meanwhile.
 
-use std::sync::{Arc, Mutex, Weak};
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, Mutex, Weak},
+};
 
 use alloc_core::{
     allocator::{Allocator, FreeOutcome, Tracked},
     driver::sim::{Mishap, SimDriver, SimSource},
-    history::Action,
+    history::{Action, Recording},
     id::{DeviceId, DevicePtr, StreamHandle},
     source::{SegmentSource, SourceFailed},
 };
 
 use crate::{
     rig::{DEVICE, MAIN, MIB, POLICIES, Rig},
-    sources::{POOL, finish, release, sourced},
+    sources::{POOL, finish, release, segment_events, sourced},
 };
 
 /// A source that uses the allocator itself, as the program's own code may.
@@ -70,6 +73,7 @@ fn source_is_called_and_dropped_under_no_lock() {
         let source = SimSource::new(&rig.gpu);
         let (allocator, held) = (Mutex::new(Arc::downgrade(&rig.allocator)), Mutex::default());
         let meddler = Meddler { allocator, source: source.clone(), held };
+        rig.allocator.record_history(Some(&Recording::new(1000)), false).expect("nothing is broken");
         rig.allocator.create_pool_from(DEVICE, POOL, Arc::new(meddler)).expect("there is no such pool yet");
         let block = rig.allocator.malloc(5 * MIB, DEVICE, MAIN, Some(POOL)).expect("it may").expect("not for nothing");
         rig.allocator.check().expect("consistent");
@@ -78,6 +82,11 @@ fn source_is_called_and_dropped_under_no_lock() {
         rig.allocator.empty_cache().expect("all goes back");
         rig.allocator.check().expect("consistent");
         assert_eq!(source.counts().taken_back, 1, "{config}");
+        let mut there = BTreeSet::new();
+        for (action, address) in segment_events(&rig) {
+            let is_right = if action == Action::SegmentAlloc { there.insert(address) } else { there.remove(&address) };
+            assert!(is_right, "{action:?} of {address:?}, where {there:?} are");
+        }
         finish(rig, &source);
     }
 }
