@@ -261,6 +261,12 @@ FAULTS = (
         "self.plan_move(request, Lenders::AfterWait, Growth::None)",
     ),
     Fault(
+        "wait for another stream whatever it spares",
+        "backing/moving.rs",
+        "after_wait.new_bytes == 0 || without_wait()",
+        "after_wait.new_bytes < request.rounded || without_wait()",
+    ),
+    Fault(
         "count what is pending as needed",
         "backing/moving.rs",
         "let held = self.stats.allocated_bytes.all.current;",

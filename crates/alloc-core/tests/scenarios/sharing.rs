@@ -81,13 +81,16 @@ fn pending_block_is_taken_over_from_streams_that_the_setting_names() {
 }
 
 #[test]
-fn request_that_is_larger_than_what_another_stream_left_takes_that_and_obtains_the_rest() {
-    let mut rig = Rig::new("policy:rallocator");
-    idle_block(&mut rig, 40 * MIB, SIDE);
-    let block = rig.malloc(48 * MIB, MAIN);
-    rig.write(MAIN, block);
-    assert_eq!((rig.reserved(), rig.stats().gpu_waits, rig.gpu.host_waits()), (48 * MIB, 1, 0));
-    rig.finish();
+fn request_that_is_larger_than_what_another_stream_left_takes_that_if_it_is_a_good_part_and_obtains_the_rest() {
+    for (left, waits) in [(40, 1), (12, 1), (10, 0)] {
+        let mut rig = Rig::new("policy:rallocator");
+        idle_block(&mut rig, left * MIB, SIDE);
+        let block = rig.malloc(48 * MIB, MAIN);
+        rig.write(MAIN, block);
+        let reserved = if waits > 0 { 48 } else { left + 48 };
+        assert_eq!((rig.reserved(), rig.stats().gpu_waits, rig.gpu.host_waits()), (reserved * MIB, waits, 0), "{left}");
+        rig.finish();
+    }
 }
 
 #[test]
