@@ -2,8 +2,9 @@
 
 usage: python -m bench.tightness [--lag-ms MS] [RECORDING ...]
 
-The programs come without steps that repeat, or with steps of every size: what the recordings at hand are not. Each row
-says what is reserved above what was active, the driver time by the simulator's cost model, and the handles moved.
+The programs are queues, blocks that live for random times, trainings on batches of every length, and a server: what the
+recordings at hand lack. Each row says how far reserved lies above active, the driver time by the simulator's cost
+model, and how many handles moved.
 """
 
 from __future__ import annotations
