@@ -321,8 +321,7 @@ pub(crate) enum Outcome {
     Unmapped(Vec<(UnmapRun, bool)>, Option<DriverError>),
     TookOver(TakeOver, Result<(), DriverError>),
     Released(Released),
-    /// Each segment with what its source answered.
-    /// What each source said, or the error for which none was asked.
+    /// Each segment with what its source answered, and the error if none was asked.
     HandedBack(Vec<(Departure, Result<(), SourceFailed>)>, Option<DriverError>),
     CalledBack(bool),
 }

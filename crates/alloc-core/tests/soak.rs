@@ -154,7 +154,7 @@ fn shapes_that_never_repeat_leave_memory_tight_and_moves_addresses_and_events_bo
 }
 
 #[test]
-fn random_sizes_that_live_for_random_times_cost_a_sixteenth_more_than_they_hold() {
+fn random_sizes_that_live_for_random_times_cost_a_twentieth_more_than_they_hold() {
     const HELD_MAX: u64 = 6 << 30;
     let options = SimOptions { capacity_bytes: 80 << 30, ..SimOptions::default() };
     let gpu = SimulatedGpu::new(options, Config::default());
@@ -179,7 +179,7 @@ fn random_sizes_that_live_for_random_times_cost_a_sixteenth_more_than_they_hold(
     }
     let stats = gpu.allocator().stats(DEVICE);
     let (reserved, active) = (stats.reserved_bytes.all.peak, stats.active_bytes.all.peak);
-    assert!(reserved <= active / 16 * 17, "{} MiB for {} MiB", reserved / MIB, active / MIB);
+    assert!(reserved <= active / 100 * 105, "{} MiB for {} MiB", reserved / MIB, active / MIB);
     assert_eq!(gpu.driver().host_waits(), 0);
     gpu.check().expect("consistent");
     gpu.close().expect("nothing is left");

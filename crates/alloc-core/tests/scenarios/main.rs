@@ -3,6 +3,7 @@
 //! Every scenario ends with [`Rig::finish`]: free all, return all, and the device is empty.
 
 mod checkpoints;
+mod failing_sources;
 mod failures;
 mod foreign_sources;
 mod graphs;
