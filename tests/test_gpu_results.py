@@ -108,12 +108,24 @@ def test_page_sets_ours_beside_torchs(results: dict[str, Any], tmp_path: Path) -
     page, _ = write_page(results, tmp_path)
     assert "| commit | `0123abc` |" in page
     assert "| moe | 1 and 1.5 | 0.5 | 1.25 | 0.25 | within the spread |" in page
-    assert "| ms per step | moe | 8.0 | 4.0 | 0.500 | 0.500 |" in page
-    assert "| reserved GiB | moe | 4.00 | 3.00 | 0.750 | 0.750 |" in page
-    assert "| pair | 400 | 100 | 0.250 | 0.250 |" in page
+    assert "| ms per step | moe | 8.0 | 4.0 | 0.500 | 0.500 | 0.500 |" in page
+    assert "| reserved GiB | moe | 4.00 | 3.00 | 0.750 | 0.750 | 0.750 |" in page
+    assert "| pair | 400 | 100 | 0.250 | 0.250 | 0.250 |" in page
     assert "| exit is clean (x) | passed | 7.1 |  |" in page
     assert "1 passed, 1 failed." in page
     assert "timed out" in page
+
+
+def test_steps_compare_at_their_best_rounds(results: dict[str, Any], tmp_path: Path) -> None:
+    runs = [run for run in results["runs"] if run["section"] == "workloads"]
+    for run, step_ms in zip(runs, ([9.0, 4.0], [4.0, 4.0]), strict=True):
+        run["rows"][0]["step_ms"] = step_ms
+    for kind, step_ms in (("native", [5.0, 7.0]), (runs[1]["kind"], [8.0, 3.0])):
+        row = {**workload_row(kind, 1.0, "aa", 6.0, 3.0), "step_ms": step_ms}
+        results["runs"].append(bench_run("workloads", kind, 2, [row]))
+    page, _ = write_page(results, tmp_path)
+    assert "| ms per step at best | moe | 4.50 | 3.50 | 0.778 | 0.778 | 0.778 |" in page
+    assert "| ms per step | moe | 8.0, 6.0 | 4.0, 6.0 | 0.500, 1.000 | 0.750 | 0.667 |" in page
 
 
 def test_what_of_torchs_tests_does_not_pass_is_listed(results: dict[str, Any], tmp_path: Path) -> None:

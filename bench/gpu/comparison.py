@@ -5,6 +5,7 @@ Works on the plain values of `results.json`; `summary.py` and `report.py` only l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,11 @@ class Ratio:
         """Ours over torch's, round by round; below one is better for every figure that uses this class."""
         return tuple(mine / theirs for theirs, mine in zip(self.native, self.ours, strict=True) if theirs)
 
+    @property
+    def of_best(self) -> float:
+        """Our best round over torch's best: what else runs on the machine only ever makes a round worse."""
+        return min(self.ours) / min(self.native) if min(self.native) else math.nan
+
 
 def rows_of(results: Results, section: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every raw row of a section with its round, in the order in which they were measured."""
@@ -96,6 +102,20 @@ def step_time_ratios(results: Results) -> list[Ratio]:
     """Milliseconds per step, workload by workload."""
     rows = [(number, row) for number, row in rows_of(results, "workloads") if not row["error"]]
     return _ratios([(number, row["workload"], row["kind"], row["ms_per_step"]) for number, row in rows])
+
+
+def best_step_ratios(results: Results) -> list[Ratio]:
+    """Milliseconds per step, each step in the round in which it was quickest, as one round.
+
+    What an allocator costs comes again in every round, at the same step; what else runs on the machine does not.
+    """
+    rows = [row for _, row in rows_of(results, "workloads") if not row["error"] and row.get("step_ms")]
+    figures = []
+    for name, kind in dict.fromkeys((row["workload"], row["kind"]) for row in rows):
+        rounds = [row["step_ms"] for row in rows if (row["workload"], row["kind"]) == (name, kind)]
+        best = [min(step) for step in zip(*rounds, strict=True)]
+        figures.append((1, name, kind, sum(best) / len(best)))
+    return _ratios(figures)
 
 
 def reserved_ratios(results: Results) -> list[Ratio]:

@@ -44,6 +44,8 @@ class Session:
         self._started = time.monotonic()
         self._deadline = self._started + options.budget_s - RESERVE_S
         self._environment = dict(os.environ, PYTHONUNBUFFERED="1", RALLOCATOR_COMMIT=options.commit)
+        # numpy's idle threads spin for a while, on the very cores that are measured.
+        self._environment.setdefault("OPENBLAS_NUM_THREADS", "1")
         self.results: dict[str, Any] = {
             "schema": 1,
             "command": " ".join(["python -m bench.gpu.session", *sys.argv[1:]]),

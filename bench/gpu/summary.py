@@ -7,6 +7,7 @@ from collections import Counter
 from bench.gpu.comparison import (
     Ratio,
     Results,
+    best_step_ratios,
     checksums,
     count_outcomes,
     host_cost_ratios,
@@ -43,6 +44,7 @@ def summarize(results: Results) -> str:
         if row["error"]:
             lines.append(f"error in {row['workload']} under {row['kind']}: {row['error']}")
     lines += _ratio_lines("ms/step", step_time_ratios(results))
+    lines += _ratio_lines("ms/step at best", best_step_ratios(results))
     lines += _ratio_lines("reserved GiB", reserved_ratios(results), scale=1 / (1 << 30))
     lines += _ratio_lines("host ns", host_cost_ratios(results))
     return "\n".join(lines)
@@ -72,6 +74,6 @@ def _ratio_lines(unit: str, ratios: list[Ratio], scale: float = 1.0) -> list[str
 
     return [
         f"{unit} {ratio.name:36s} native {listed(ratio.native, scale)} ours {listed(ratio.ours, scale)}"
-        f" ratio {' '.join(f'{value:.3f}' for value in ratio.by_round)}"
+        f" ratio {' '.join(f'{value:.3f}' for value in ratio.by_round)} of best {ratio.of_best:.3f}"
         for ratio in ratios
     ]

@@ -51,6 +51,8 @@ class Row:
     ms_per_step: float
     """Mean over the steps after the first quarter, which warm caches up."""
     ms_per_step_median: float
+    step_ms: tuple[float, ...]
+    """Each of those steps by itself. Every run of a workload makes the same steps, so runs compare step by step."""
     last_value: float | None
     """Mean of the last step's result; None if the workload failed."""
     checksum: float | None
@@ -105,6 +107,7 @@ def measure(name: str, program: Program, subject: Subject, most_steps: int | Non
         steps=len(seconds),
         ms_per_step=1e3 * sum(settled) / max(1, len(settled)),
         ms_per_step_median=1e3 * statistics.median(settled) if settled else 0.0,
+        step_ms=tuple(round(1e3 * step, 3) for step in settled),
         last_value=None if last is None else last.float().mean().item(),
         checksum=None if last is None else last.double().sum().item(),
         digest=None if last is None else _digest(last),

@@ -146,10 +146,10 @@ def test_pool_of_an_allocator_serves_others_when_memory_is_out_if_it_was_asked_t
             floats(torch, 40)
     served = floats(torch, 30, 7.0)
     assert own.holds(served)
-    assert bool((served == 7.0).all())
     with pytest.raises(torch.OutOfMemoryError):
         floats(torch, 30)
-    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.set_per_process_memory_fraction(1.0)  # Even the comparison needs some.
+    assert bool((served == 7.0).all())
     del served, pool, spared, used
     gc.collect()
     torch.cuda.empty_cache()
