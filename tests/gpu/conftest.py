@@ -234,6 +234,37 @@ def policy(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def floats(torch: Any) -> Callable[..., Any]:
+    """Makes a tensor of so many MiB, full of a value."""
+
+    def make(mib: int, value: float = 1.0) -> Any:
+        return torch.full((mib * (1 << 20) // 4,), value, device="cuda")
+
+    return make
+
+
+@pytest.fixture
+def check_graph(torch: Any, floats: Callable[..., Any]) -> Callable[..., None]:
+    """Captures a graph into a MemPool. Proves where its result lies, if asked to, and that replays make it anew."""
+
+    def check(pool: Any, is_in_place: Callable[[Any], bool] = lambda _: True) -> None:
+        x = floats(8)
+        graph = torch.cuda.CUDAGraph()
+        (x * 2 + 1).sum()
+        with torch.cuda.graph(graph, pool=pool.id):
+            y = x * 2 + 1
+        assert is_in_place(y)
+        for value in (3.0, 5.0):
+            x.fill_(value)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert bool((y == 2 * value + 1).all())
+        graph.reset()
+
+    return check
+
+
+@pytest.fixture
 def allocator(policy: str, torch: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Yield rallocator, attached to torch in the child with the test's policy; then prove that nothing leaks."""
     if not IN_CHILD:

@@ -18,11 +18,6 @@ MIB = 1 << 20
 pytestmark = pytest.mark.bridge
 
 
-def floats(torch: Any, mib: int, value: float = 1.0) -> Any:
-    """A tensor of so many MiB, full of a value."""
-    return torch.full((mib * MIB // 4,), value, device="cuda")
-
-
 def reserved_by_pool(torch: Any, pool: Any) -> int:
     """The bytes of the segments that belong to a MemPool."""
     return sum(
@@ -30,10 +25,10 @@ def reserved_by_pool(torch: Any, pool: Any) -> int:
     )
 
 
-def test_torchs_own_functions_are_in_place_and_tell_what_ours_tell(torch: Any, allocator: Any) -> None:
+def test_torchs_own_functions_are_in_place_and_tell_what_ours_tell(torch: Any, allocator: Any, floats: Any) -> None:
     names = ("_cuda_memoryStats", "_cuda_memorySnapshot", "_cuda_record_memory_history", "_accelerator_getDeviceStats")
     assert all(isinstance(getattr(torch._C, name), types.BuiltinFunctionType) for name in names)
-    held = floats(torch, 30)
+    held = floats(30)
     ours = allocator.stats()
     theirs = torch.cuda.memory_stats()
     assert {key: value for key, value in theirs.items() if key in ours} == {
@@ -62,13 +57,15 @@ def test_observers_hear_of_a_failure_and_the_error_is_torchs(torch: Any, allocat
 # --- pools ----------------------------------------------------------------------------------------------------------
 
 
-def test_mem_pool_has_its_own_memory_counts_its_users_and_gives_all_back(torch: Any, allocator: Any) -> None:
+def test_mem_pool_has_its_own_memory_counts_its_users_and_gives_all_back(
+    torch: Any, allocator: Any, floats: Any
+) -> None:
     pool = torch.cuda.MemPool()
     assert pool.use_count() == 1
     with torch.cuda.use_mem_pool(pool):
         assert pool.use_count() == 2
-        inside = floats(torch, 50)
-    outside = floats(torch, 50)
+        inside = floats(50)
+    outside = floats(50)
     assert pool.use_count() == 1
     addresses = range(0)
     for segment in pool.snapshot():
@@ -87,42 +84,42 @@ def test_mem_pool_has_its_own_memory_counts_its_users_and_gives_all_back(torch: 
     assert torch.cuda.memory_reserved() <= before - held
 
 
-def test_pools_may_be_used_one_inside_the_other(torch: Any, allocator: Any) -> None:
+def test_pools_may_be_used_one_inside_the_other(torch: Any, allocator: Any, floats: Any) -> None:
     outer, inner = torch.cuda.MemPool(), torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(outer):
-        first = floats(torch, 30)
+        first = floats(30)
         with torch.cuda.use_mem_pool(inner):
-            second = floats(torch, 30)
-        third = floats(torch, 30)
+            second = floats(30)
+        third = floats(30)
     assert reserved_by_pool(torch, outer) >= first.nbytes + third.nbytes
     assert second.nbytes <= reserved_by_pool(torch, inner) < second.nbytes + third.nbytes
     del first, second, third, outer, inner
     gc.collect()
 
 
-def test_pool_serves_others_when_memory_is_out_if_it_was_asked_to(torch: Any, allocator: Any) -> None:
+def test_pool_serves_others_when_memory_is_out_if_it_was_asked_to(torch: Any, allocator: Any, floats: Any) -> None:
     pool = torch.cuda.MemPool(use_on_oom=True)
     with torch.cuda.use_mem_pool(pool):
-        floats(torch, 400)
+        floats(400)
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 100 * MIB) / total)
-    served = floats(torch, 300, 7.0)
+    served = floats(300, 7.0)
     assert reserved_by_pool(torch, pool) >= served.nbytes
     assert bool((served == 7.0).all())
     with pytest.raises(torch.OutOfMemoryError):
-        floats(torch, 300)
+        floats(300)
     torch.cuda.set_per_process_memory_fraction(1.0)
     del served, pool
     gc.collect()
 
 
-def test_pool_without_splits_hands_out_whole_blocks(torch: Any, allocator: Any) -> None:
+def test_pool_without_splits_hands_out_whole_blocks(torch: Any, allocator: Any, floats: Any) -> None:
     if "no_split" not in inspect.signature(torch.cuda.MemPool.__init__).parameters:
         pytest.skip("this torch has no such pools")
     pool = torch.cuda.MemPool(no_split=True)
     with torch.cuda.use_mem_pool(pool):
-        first = floats(torch, 2)
-        second = floats(torch, 3)
+        first = floats(2)
+        second = floats(3)
     for segment in pool.snapshot():
         assert all(block["state"] == "active_allocated" for block in segment["blocks"])
     del first, second, pool
@@ -132,28 +129,16 @@ def test_pool_without_splits_hands_out_whole_blocks(torch: Any, allocator: Any) 
 # --- graphs ---------------------------------------------------------------------------------------------------------
 
 
-def test_graph_captured_in_a_pool_of_the_user_runs_again(torch: Any, allocator: Any) -> None:
-    pool = torch.cuda.MemPool()
-    x = floats(torch, 8)
-    graph = torch.cuda.CUDAGraph()
-    (x * 2 + 1).sum()
-    with torch.cuda.graph(graph, pool=pool.id):
-        y = x * 2 + 1
-    for value in (3.0, 5.0):
-        x.fill_(value)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert bool((y == 2 * value + 1).all())
-    graph.reset()
-    del y, graph, pool
+def test_graph_captured_in_a_pool_of_the_user_runs_again(torch: Any, allocator: Any, check_graph: Any) -> None:
+    check_graph(torch.cuda.MemPool())
     gc.collect()
 
 
-def test_pool_goes_back_to_a_checkpoint(torch: Any, allocator: Any) -> None:
+def test_pool_goes_back_to_a_checkpoint(torch: Any, allocator: Any, floats: Any) -> None:
     pool = torch.cuda.graph_pool_handle()
     device = torch.cuda.current_device()
     torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
-    kept, dropped = floats(torch, 4), floats(torch, 6)
+    kept, dropped = floats(4), floats(6)
     torch._C._cuda_endAllocateToPool(device, pool)
     addresses = {kept.untyped_storage().data_ptr(), dropped.untyped_storage().data_ptr()}
     assert torch._C._cuda_checkPoolLiveAllocations(device, pool, addresses)
@@ -195,13 +180,13 @@ def test_compiled_model_with_graphs_trains_as_an_eager_one(torch: Any, allocator
 # --- recordings -----------------------------------------------------------------------------------------------------
 
 
-def test_snapshot_has_torchs_stacks_ranges_and_labels(torch: Any, allocator: Any) -> None:
+def test_snapshot_has_torchs_stacks_ranges_and_labels(torch: Any, allocator: Any, floats: Any) -> None:
     memory = torch.cuda.memory
     memory._record_memory_history(context="all", stacks="all", global_record_annotations=True)
     if hasattr(memory, "_set_memory_metadata"):
         memory._set_memory_metadata("a label")
     with torch.profiler.record_function("a range"):
-        held = floats(torch, 3)
+        held = floats(3)
     snapshot = memory._snapshot()
     allocated = [event for event in snapshot["device_traces"][0] if event["action"] == "alloc"]
     assert any(event["addr"] == held.data_ptr() for event in allocated)
@@ -238,8 +223,8 @@ def test_stacks_of_what_is_long_gone_are_not_kept(torch: Any, allocator: Any) ->
 
 
 @pytest.mark.two_gpus
-def test_memory_is_copied_between_devices(torch: Any, allocator: Any) -> None:
-    source = floats(torch, 8, 3.0)
+def test_memory_is_copied_between_devices(torch: Any, allocator: Any, floats: Any) -> None:
+    source = floats(8, 3.0)
     there = source.to("cuda:1")
     strided = torch.empty(8 * MIB // 4, 2, device="cuda:1")[:, 0]
     strided.copy_(source)

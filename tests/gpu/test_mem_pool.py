@@ -55,19 +55,16 @@ class OwnAllocator:
         assert (self.held, self.given_back, self.mistakes) == ({}, self.given, 0)
 
 
-def floats(torch: Any, mib: int, value: float = 1.0) -> Any:
-    """A tensor of so many MiB, full of a value."""
-    return torch.full((mib * MIB // 4,), value, device="cuda")
-
-
-def test_tensors_of_a_pool_lie_in_its_allocators_memory_and_kernels_compute_there(torch: Any, allocator: Any) -> None:
+def test_tensors_of_a_pool_lie_in_its_allocators_memory_and_kernels_compute_there(
+    torch: Any, allocator: Any, floats: Any
+) -> None:
     torch.cuda.init()
     own = OwnAllocator(torch)
     pool = torch.cuda.MemPool(own.allocator)
     side = torch.cuda.Stream()
     with torch.cuda.use_mem_pool(pool):
-        small, large = floats(torch, 1, 2.0), floats(torch, 30, 3.0)
-    outside = floats(torch, 30, 5.0)
+        small, large = floats(1, 2.0), floats(30, 3.0)
+    outside = floats(30, 5.0)
     assert own.holds(small)
     assert own.holds(large)
     assert not own.holds(outside)
@@ -96,12 +93,12 @@ def test_tensors_of_a_pool_lie_in_its_allocators_memory_and_kernels_compute_ther
     assert bool((outside == 5.0).all())
 
 
-def test_work_is_over_before_memory_goes_back_to_its_allocator(torch: Any, allocator: Any) -> None:
+def test_work_is_over_before_memory_goes_back_to_its_allocator(torch: Any, allocator: Any, floats: Any) -> None:
     torch.cuda.init()
     own = OwnAllocator(torch)
     pool = torch.cuda.MemPool(own.allocator)
     with torch.cuda.use_mem_pool(pool):
-        x = floats(torch, 200)
+        x = floats(200)
     del pool
     gc.collect()
     y = torch.zeros_like(x)
@@ -113,29 +110,20 @@ def test_work_is_over_before_memory_goes_back_to_its_allocator(torch: Any, alloc
     assert bool((y == 200.0).all())
 
 
-def test_graph_is_captured_into_an_allocators_memory_and_runs_again(torch: Any, allocator: Any) -> None:
+def test_graph_is_captured_into_an_allocators_memory_and_runs_again(
+    torch: Any, allocator: Any, check_graph: Any
+) -> None:
     torch.cuda.init()
     own = OwnAllocator(torch)
-    pool = torch.cuda.MemPool(own.allocator)
-    x = floats(torch, 8)
-    graph = torch.cuda.CUDAGraph()
-    (x * 2 + 1).sum()
-    with torch.cuda.graph(graph, pool=pool.id):
-        y = x * 2 + 1
-    assert own.holds(y)
-    for value in (3.0, 5.0):
-        x.fill_(value)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert bool((y == 2 * value + 1).all())
-    graph.reset()
-    del y, graph, pool
+    check_graph(torch.cuda.MemPool(own.allocator), own.holds)
     gc.collect()
     torch.cuda.empty_cache()
     own.check_empty()
 
 
-def test_pool_of_an_allocator_serves_others_when_memory_is_out_if_it_was_asked_to(torch: Any, allocator: Any) -> None:
+def test_pool_of_an_allocator_serves_others_when_memory_is_out_if_it_was_asked_to(
+    torch: Any, allocator: Any, floats: Any
+) -> None:
     torch.cuda.init()
     own = OwnAllocator(torch)
     spared, used = torch.cuda.MemPool(own.allocator), torch.cuda.MemPool(own.allocator, use_on_oom=True)
@@ -143,11 +131,11 @@ def test_pool_of_an_allocator_serves_others_when_memory_is_out_if_it_was_asked_t
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 80 * MIB) / total)
     for pool in (spared, used):
         with torch.cuda.use_mem_pool(pool):
-            floats(torch, 40)
-    served = floats(torch, 30, 7.0)
+            floats(40)
+    served = floats(30, 7.0)
     assert own.holds(served)
     with pytest.raises(torch.OutOfMemoryError):
-        floats(torch, 30)
+        floats(30)
     torch.cuda.set_per_process_memory_fraction(1.0)  # Even the comparison needs some.
     assert bool((served == 7.0).all())
     del served, pool, spared, used
@@ -169,7 +157,7 @@ def test_allocator_that_has_no_memory_is_torchs_error(torch: Any, allocator: Any
     own.check_empty()
 
 
-def test_collective_runs_on_memory_that_its_communicator_obtained(torch: Any, allocator: Any) -> None:
+def test_collective_runs_on_memory_that_its_communicator_obtained(torch: Any, allocator: Any, floats: Any) -> None:
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_nccl_available():
         pytest.skip("this torch has no NCCL")
@@ -181,11 +169,11 @@ def test_collective_runs_on_memory_that_its_communicator_obtained(torch: Any, al
     if not getattr(backend, "supports_tensor_alloc", lambda _: True)(torch.device("cuda", 0)):
         distributed.destroy_process_group()
         pytest.skip("NCCL cannot allocate here")
-    warm = floats(torch, 1)
+    warm = floats(1)
     distributed.all_reduce(warm)
     pool = torch.cuda.MemPool(backend.mem_allocator)
     with torch.cuda.use_mem_pool(pool):
-        x = floats(torch, 32, 4.0)
+        x = floats(32, 4.0)
     assert [segment["total_size"] for segment in pool.snapshot()] == [32 * MIB]
     distributed.all_reduce(x)
     y = x + 1
