@@ -191,7 +191,7 @@ def test_snapshot_has_torchs_stacks_ranges_and_labels(torch: Any, allocator: Any
     allocated = [event for event in snapshot["device_traces"][0] if event["action"] == "alloc"]
     assert any(event["addr"] == held.data_ptr() for event in allocated)
     frames = allocated[-1]["frames"]
-    assert any(frame["name"] == "floats" for frame in frames), "Python's"
+    assert any(frame["name"] == "test_snapshot_has_torchs_stacks_ranges_and_labels" for frame in frames), "Python's"
     assert any(frame["name"].startswith(("at::", "c10::", "torch::")) for frame in frames), "and C++'s"
     if hasattr(memory, "_set_memory_metadata"):
         assert allocated[-1]["user_metadata"] == "a label"
