@@ -106,6 +106,13 @@ typedef enum rallocator_status {
   RALLOCATOR_SOURCE_FAILED = 3, /* a rallocator_source failed: it knows why */
 } rallocator_status;
 
+/* Whether physical memory, which is what other libraries register, may change its address. */
+typedef enum rallocator_moving {
+  RALLOCATOR_MOVE_ON = 0,
+  RALLOCATOR_MOVE_OFF = 1,
+  RALLOCATOR_MOVE_CONTIGUOUS = 2, /* nor is a block put together from several pieces of it */
+} rallocator_moving;
+
 /* Whether requests on `stream` go to the pool that the filter was given for. Called from any thread, also from several
  * at once, while no lock is held. An exception of C++ passes through `allocate`. */
 typedef bool (*rallocator_stream_filter)(void *context, void *stream);
@@ -400,6 +407,10 @@ typedef struct rallocator_api {
    * Fails if there is such a pool, and then releases the context too. */
   rallocator_status (*create_pool_from)(int32_t device, uint64_t first, uint64_t second,
                                         const rallocator_source *source);
+
+  /* From now on the memory of a pool, which must have none yet, changes its address no more than `moving` lets it, and no
+   * more than the settings do. The stricter stays in force. */
+  rallocator_status (*restrict_moves)(int32_t device, uint64_t first, uint64_t second, rallocator_moving moving);
 } rallocator_api;
 
 /* The table. It lives as long as the process. */

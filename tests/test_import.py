@@ -49,13 +49,15 @@ def test_statistics_need_an_allocator() -> None:
     printed = succeed("""
         import rallocator
 
-        for function in (rallocator.stats, rallocator.reset_peak_stats, rallocator.snapshot, rallocator.empty_cache):
+        keep = lambda: rallocator.restrict_moves((0, 1), "off")
+        calls = rallocator.stats, rallocator.reset_peak_stats, rallocator.snapshot, rallocator.empty_cache, keep
+        for call in calls:
             try:
-                function()
+                call()
             except rallocator.errors.NotEnabledError as error:
                 print(error)
         print(rallocator.is_enabled(), rallocator.attached())
     """).splitlines()
     assert printed[0].startswith("rallocator.stats() needs an allocator")
-    assert len(printed) == 5
+    assert len(printed) == 6
     assert printed[-1] == "False None"

@@ -286,3 +286,37 @@ def test_functions_of_python_may_be_the_allocator_and_may_use_torch_meanwhile() 
         torch.cuda.empty_cache()
         print(torch.cuda.memory_reserved())
     """) == ["True [20] 2", "[('segment_alloc', True), ('alloc', True)]", "True 0", "0"]
+
+
+def test_pool_that_another_library_registers_stays_in_place_and_has_blocks_of_one_piece() -> None:
+    assert play("""
+        import rallocator
+        held = [allocate(2 * MiB, 0) for _ in range(10)]
+        for address in held[::2]:
+            release(address)
+        pool, other = torch.cuda.MemPool(), torch.cuda.MemPool()
+        rallocator.restrict_moves(pool, "contiguous")
+        before = torch.cuda.memory_reserved()
+        with use_mem_pool(pool):
+            held = [allocate(10 * MiB, 0), allocate(3 * MiB, 0)]
+        print(sizes(pool), torch.cuda.memory_reserved() - before == 14 * MiB)
+        release(held[0])
+        with use_mem_pool(pool):
+            print(allocate(10 * MiB, 0) == held[0])
+        with use_mem_pool(other):
+            allocate(10 * MiB, 0)
+        print(torch.cuda.memory_reserved() - before == 14 * MiB)
+        for asked, moving in ((other, "off"), ((0, 99), "off"), (pool, "never")):
+            try:
+                rallocator.restrict_moves(asked, moving)
+            except Exception as error:
+                print(type(error).__name__, str(error).partition(") ")[2] or error)
+        rallocator.restrict_moves(pool.id, "off")
+    """) == [
+        "[4, 10] True",
+        "True",
+        "True",
+        "RallocatorError has memory already: say it before the first request",
+        "RallocatorError device 0 has no private pool (0, 99): make it first, as a torch.cuda.MemPool",
+        'ValueError moving must be "on" or "off" or "contiguous", not "never"',
+    ]

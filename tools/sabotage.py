@@ -281,8 +281,26 @@ FAULTS = (
     Fault(
         "move memory although that is off",
         "backing/moving.rs",
-        "|| self.is_tracked || self.config.moving != Move::On {",
-        "|| self.is_tracked || self.config.moving == Move::Contiguous {",
+        "|| self.is_tracked || self.moving_of(request.pool) != Move::On {",
+        "|| self.is_tracked || self.moving_of(request.pool) == Move::Contiguous {",
+    ),
+    Fault(
+        "put a block of a contiguous pool together",
+        "backing/moving.rs",
+        "if self.moving_of(request.pool) == Move::Contiguous {",
+        "if self.config.moving == Move::Contiguous {",
+    ),
+    Fault(
+        "move a handle out of a pool whose memory stays where it is",
+        "backing/moving.rs",
+        "self.pools.is_releasable(*pool) && self.moving_of(*pool) == Move::On;",
+        "self.pools.is_releasable(*pool);",
+    ),
+    Fault(
+        "serve what must stay where it is from a pool that moves",
+        "ladder.rs",
+        "pools.retain(|pool| self.moving_of(request.pool) <= self.moving_of(*pool));",
+        "",
     ),
     Fault(
         "unite blocks of two handles where memory is contiguous",
@@ -323,8 +341,8 @@ FAULTS = (
     Fault(
         "move memory that a tracker knows of",
         "backing/moving.rs",
-        "|| self.is_tracked || self.config.moving != Move::On {",
-        "|| self.config.moving != Move::On {",
+        "|| self.is_tracked || self.moving_of(request.pool) != Move::On {",
+        "|| self.moving_of(request.pool) != Move::On {",
     ),
     Fault(
         "forget to tell a tracker of what was not given back",

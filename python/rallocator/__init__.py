@@ -17,7 +17,7 @@ from rallocator import errors
 from rallocator._attach import attached, enable, is_enabled
 from rallocator._config import Config
 from rallocator._core import __version__
-from rallocator._memory import empty_cache, reset_peak_stats, snapshot, stats
+from rallocator._memory import empty_cache, reset_peak_stats, restrict_moves, snapshot, stats
 
 if TYPE_CHECKING:
     from rallocator import testing
@@ -34,6 +34,7 @@ __all__ = [
     "is_enabled",
     "replay",
     "reset_peak_stats",
+    "restrict_moves",
     "snapshot",
     "stats",
     "testing",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rallocator import _core, _torch
 from rallocator.errors import NotEnabledError
+
+if TYPE_CHECKING:
+    from torch.cuda import MemPool
 
 
 def stats(device: int | None = None) -> dict[str, int]:
@@ -64,6 +67,31 @@ def empty_cache() -> None:
     """
     _check_installed("empty_cache")
     _core._empty_cache()
+
+
+def restrict_moves(
+    pool: MemPool | tuple[int, int], moving: Literal["off", "contiguous"], device: int | None = None
+) -> None:
+    """Keep the memory of a private pool at its address, where the setting `move` lets all other memory change it.
+
+    For what another library registers, with a network card or a communicator: that is the physical memory. Say it
+    before the first allocation from the pool.
+
+    Arguments:
+        pool: a `torch.cuda.MemPool`, or the pair of numbers that is its `id`.
+        moving: "off": memory stays at its address until it goes back to the driver. "contiguous": nor is a block put
+            together from several pieces of physical memory. The stricter of this and the setting counts.
+        device: the index of the pool's device. None: torch's current device if torch has initialised CUDA, else 0.
+
+    Raises:
+        NotEnabledError: `rallocator.enable()` has not been called.
+        RallocatorError: there is no such pool on the device; it has memory already; or it is to be contiguous under the
+            policy "expandable", which puts blocks together.
+        ValueError: `moving` is another word.
+    """
+    _check_installed("restrict_moves")
+    first, second = pool if isinstance(pool, tuple) else pool.id
+    _core._restrict_moves(_index(device), (first, second), moving)
 
 
 def _check_installed(function: str) -> None:

@@ -203,6 +203,19 @@ class SimulatedGpu:
         """
         self._gpu.release_pool(_pool_id(pool))
 
+    def restrict_moves(self, pool: int | tuple[int, int], moving: Literal["off", "contiguous"]) -> None:
+        """Keep a private pool's memory at its address, as `rallocator.restrict_moves` does.
+
+        Arguments:
+            pool: the pool's name.
+            moving: "off", or "contiguous": each block is one piece of physical memory, too.
+
+        Raises:
+            ValueError: the pool was not begun, or `moving` is another word.
+            RallocatorError: the pool has memory already, or is to be contiguous under the policy "expandable".
+        """
+        self._gpu.restrict_moves(_pool_id(pool), moving)
+
     def begin_capture(self, stream: int, mode: Literal["global", "thread_local", "relaxed"] = "global") -> None:
         """Capture what a stream gets from now on, instead of running it.
 

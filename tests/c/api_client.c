@@ -219,6 +219,12 @@ const char *pool_goes_back_to_a_checkpoint(void) {
   api->release_pool(0, 0, 5);
   EXPECT(api->restore_pool(0, checkpoint, note, note, &seen) == RALLOCATOR_FAILED);
   EXPECT(strstr(api->last_error(), "not in use") != NULL);
+  EXPECT(api->restrict_moves(0, 0, 5, RALLOCATOR_MOVE_OFF) == RALLOCATOR_FAILED);
+  EXPECT(strstr(api->last_error(), "has no private pool (0, 5)") != NULL);
+  EXPECT(api->create_pool(0, 0, 6) == RALLOCATOR_OK);
+  EXPECT(api->restrict_moves(0, 0, 6, RALLOCATOR_MOVE_CONTIGUOUS) == RALLOCATOR_OK);
+  EXPECT(api->restrict_moves(0, 0, 6, (rallocator_moving)3) == RALLOCATOR_FAILED);
+  api->release_pool(0, 0, 6);
   EXPECT(api->empty_pool(0, 5) == RALLOCATOR_OK);
   api->drop_checkpoint(checkpoint);
   api->drop_checkpoint(NULL);

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use crate::{
     backing::{Span, SpanIx, SpanKind},
     block::{BlockId, BlockState},
+    config::{Move, Policy},
     device::DeviceState,
     id::DeviceId,
     pool::FreeBlock,
@@ -189,7 +190,13 @@ impl DeviceState {
                 BlockState::Unmapped | BlockState::Stale => {
                     ensure!(mappings.is_free(block.address, block.end()), "hole {:#x} has memory", block.address);
                 }
-                _ => ensure!(mappings.covers(block.address, block.end()), "block {:#x} lacks memory", block.address),
+                _ => {
+                    ensure!(mappings.covers(block.address, block.end()), "block {:#x} lacks memory", block.address);
+                    let is_in_one = mappings.overlapping(block.address, block.end()).count() == 1;
+                    let is_contiguous =
+                        self.rules == Policy::Rallocator && self.moving_of(block.pool) == Move::Contiguous;
+                    ensure!(is_in_one || !is_contiguous, "block {:#x} lies in several handles", block.address);
+                }
             }
         }
         Ok(())

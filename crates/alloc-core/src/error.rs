@@ -22,6 +22,9 @@ pub enum AllocError {
     /// A private pool with an allocator of its own could not be served: see what failed.
     #[error("{0}")]
     Source(#[from] SourceError),
+    /// A private pool's memory cannot be kept from moving: see why.
+    #[error("{0}")]
+    Move(#[from] MoveError),
     /// There is no such device: use one below `count`.
     #[error("{device} does not exist: the driver reports {count} device(s)")]
     NoSuchDevice {
@@ -42,6 +45,28 @@ pub enum AllocError {
         /// The device whose state is broken. Others go on working.
         device: DeviceId,
     },
+}
+
+/// Why nothing was said of whether a private pool's memory may move.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MoveError {
+    /// There is no such pool on the device: make it first.
+    #[error("{device} has no private pool ({}, {}): make it first, as a torch.cuda.MemPool", pool.0, pool.1)]
+    NoSuchPool {
+        /// The pool asked for.
+        pool: PoolId,
+        /// The device.
+        device: DeviceId,
+    },
+    /// Its memory may have moved already, or lie in several pieces: say it before the pool's first request.
+    #[error("the private pool ({}, {}) has memory already: say it before the first request", pool.0, pool.1)]
+    HasMemory {
+        /// The pool.
+        pool: PoolId,
+    },
+    /// Torch's rules for expandable segments put blocks together from several handles: choose another policy.
+    #[error("no pool is contiguous under policy:expandable: choose policy:rallocator or policy:native")]
+    PutTogether,
 }
 
 /// Memory that waits for a stream named by `record_stream`.

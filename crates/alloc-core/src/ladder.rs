@@ -243,13 +243,15 @@ impl DeviceState {
     }
 
     /// Serves a request that nothing else could from a private pool that the program offered for that. The block belongs
-    /// to that pool, and returns to it. Who asked for memory of a source is served with nothing else.
+    /// to that pool, and returns to it. Who asked for memory of a source is served with nothing else, and who asked for
+    /// memory that stays where it is with no other.
     fn malloc_from_last_resort(&mut self, request: &Request) -> Option<DevicePtr> {
         if self.is_sourced(request.pool) {
             return None;
         }
         let (stream, class) = (self.pools[request.pool].stream, self.pools[request.pool].class);
-        let pools = self.pools.last_resorts(stream, class);
+        let mut pools = self.pools.last_resorts(stream, class);
+        pools.retain(|pool| self.moving_of(request.pool) <= self.moving_of(*pool));
         pools.into_iter().find_map(|pool| self.malloc(&Request { pool, ..*request }))
     }
 

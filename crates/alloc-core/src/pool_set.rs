@@ -10,6 +10,7 @@ use std::{
 
 use crate::{
     block::{BlockId, BlockState},
+    config::Move,
     event::StreamIx,
     id::PoolId,
     pool::FreeIndex,
@@ -47,6 +48,9 @@ pub(crate) struct Pool {
     pub(crate) climbers: usize,
     /// Whether a block may be cut to serve a smaller request. False only for a private pool that was told so.
     pub(crate) may_split: bool,
+    /// Whether its memory may change its address, as far as the settings let it. Not `On` only for a private pool that
+    /// was told so.
+    pub(crate) moving: Move,
 }
 
 /// Whether a private pool's memory may be handed out.
@@ -82,6 +86,8 @@ pub(crate) struct PrivatePool {
     pub(crate) serves_when_out: bool,
     /// Whether its blocks may be cut.
     may_split: bool,
+    /// Whether its memory may change its address.
+    moving: Move,
     /// Where the segments of its pools come from.
     origin: Origin,
 }
@@ -98,6 +104,7 @@ impl PrivatePool {
             is_silent: false,
             serves_when_out: false,
             may_split: true,
+            moving: Move::On,
             origin,
         }
     }
@@ -158,16 +165,26 @@ impl PoolSet {
         }
         let pool = self.add(Some(private), stream, class);
         self[pool].may_split = self.private(private).may_split;
+        self[pool].moving = self.private(private).moving;
         self[pool].origin = self.private(private).origin.clone();
         self.private_mut(private).pools.push(pool);
         pool
     }
 
     fn add(&mut self, owner: Option<PrivateIx>, stream: StreamIx, class: SizeClass) -> PoolIx {
-        let (index, unmapped) = (FreeIndex::default(), BTreeMap::new());
-        let origin = Origin::Driver;
-        let pool =
-            Pool { owner, stream, class, index, unmapped, spans: 0, origin, requests: 0, climbers: 0, may_split: true };
+        let pool = Pool {
+            owner,
+            stream,
+            class,
+            index: FreeIndex::default(),
+            unmapped: BTreeMap::new(),
+            spans: 0,
+            origin: Origin::Driver,
+            requests: 0,
+            climbers: 0,
+            may_split: true,
+            moving: Move::On,
+        };
         PoolIx(place(&mut self.pools, pool))
     }
 
@@ -248,6 +265,23 @@ impl PoolSet {
         for pool in self.private(private).pools.clone() {
             self[pool].may_split = false;
         }
+    }
+
+    /// From now on the memory of the pool, which has none yet, changes its address no more than `moving` lets it, and no
+    /// more than it was let before.
+    pub(crate) fn restrict_moves(&mut self, private: PrivateIx, moving: Move) {
+        let moving = moving.max(self.private(private).moving);
+        self.private_mut(private).moving = moving;
+        for pool in self.private(private).pools.clone() {
+            self[pool].moving = moving;
+        }
+    }
+
+    /// How a private pool's memory may change its address, and whether it has any, or is about to.
+    pub(crate) fn moves_of(&self, private: PrivateIx) -> (Move, bool) {
+        let private = self.private(private);
+        let is_used = |pool: &PoolIx| self[*pool].spans > 0 || self[*pool].climbers > 0;
+        (private.moving, private.pools.iter().any(is_used))
     }
 
     /// The pools of live private pools that serve a request of `stream` and `class` that nothing else can.

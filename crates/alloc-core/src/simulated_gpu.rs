@@ -25,7 +25,7 @@ use std::sync::Arc;
 
 use crate::allocator::{Allocator, FreeOutcome, RecordOutcome};
 use crate::check::InvariantError;
-use crate::config::Config;
+use crate::config::{Config, Move};
 use crate::driver::sim::{GraphId, SimDriver, SimError, SimOptions, Violation};
 use crate::driver::{CaptureMode, Status};
 use crate::error::AllocError;
@@ -174,6 +174,11 @@ impl SimulatedGpu {
         self.driver().pool_released(device, pool);
         self.allocator.release_pool(device, pool);
         Ok(self.driver().verdict()?)
+    }
+
+    /// See [`Allocator::restrict_moves`](crate::allocator::Allocator::restrict_moves).
+    pub fn restrict_moves(&self, pool: PoolId, moving: Move) -> Result<()> {
+        Ok(self.allocator.restrict_moves(self.device_of_pool(pool)?, pool, moving)?)
     }
 
     /// The device that a private pool was begun on: the current one, if it was begun on several.

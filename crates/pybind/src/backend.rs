@@ -8,7 +8,7 @@ use alloc_core::allocator::{
     Allocator, FreeOutcome, Imported, RecordOutcome, Shared, SharedName, StreamFilter, Tracker,
 };
 use alloc_core::checkpoint::{Checkpoint, RestoreError, Restored};
-use alloc_core::config::Config;
+use alloc_core::config::{Config, Move};
 use alloc_core::driver::cuda::CudaDriver;
 use alloc_core::driver::sim::{SimDriver, SimOptions};
 use alloc_core::error::AllocError;
@@ -147,6 +147,11 @@ impl Backend {
 
     pub(crate) fn forbid_splits(&self, device: DeviceId, pool: PoolId) -> bool {
         on_allocator!(self, allocator => allocator.forbid_splits(device, pool))
+    }
+
+    /// See [`Allocator::restrict_moves`].
+    pub(crate) fn restrict_moves(&self, device: DeviceId, pool: PoolId, moving: Move) -> Result<(), AllocError> {
+        on_allocator!(self, allocator => allocator.restrict_moves(device, pool, moving))
     }
 
     pub(crate) fn empty_pool(&self, pool: PoolId) -> Result<(), AllocError> {

@@ -1,6 +1,7 @@
 //! Settings for Python: the core's one parser, and its refusals as Python's `ConfigError`.
 
-use alloc_core::config::{Config, Parsed};
+use alloc_core::config::{Config, Move, Parsed};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 pyo3::import_exception!(rallocator.errors, ConfigError);
@@ -25,6 +26,12 @@ struct ParsedConfig {
 fn parse_config(text: &str) -> PyResult<ParsedConfig> {
     let Parsed { config, given, inert } = parse(text)?;
     Ok(ParsedConfig { given, inert, effective: config.describe(), text: config.to_string() })
+}
+
+/// Whether memory may move, by a word that came from Python.
+pub(crate) fn moving(word: &str) -> PyResult<Move> {
+    let names = || Move::ALL.iter().map(|choice| format!("{:?}", choice.name())).collect::<Vec<_>>().join(" or ");
+    Move::from_name(word).ok_or_else(|| PyValueError::new_err(format!("moving must be {}, not {word:?}", names())))
 }
 
 /// The settings of a text that came from Python.

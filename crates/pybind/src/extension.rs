@@ -11,7 +11,7 @@ use pyo3::types::PyDict;
 
 use crate::backend::Backend;
 use crate::process::{Settings, Simulated};
-use crate::{config, ffi, hooks, probe, process, snapshot};
+use crate::{config, ffi, hooks, pools, probe, process, snapshot};
 
 pyo3::import_exception!(rallocator.errors, ConfigError);
 pyo3::import_exception!(rallocator.errors, RallocatorError);
@@ -32,6 +32,7 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(_reset_peak_stats, module)?)?;
     module.add_function(wrap_pyfunction!(_reset_accumulated_stats, module)?)?;
     module.add_function(wrap_pyfunction!(_memory_fraction, module)?)?;
+    module.add_function(wrap_pyfunction!(_restrict_moves, module)?)?;
     module.add_function(wrap_pyfunction!(_snapshot, module)?)?;
     module.add_function(wrap_pyfunction!(_empty_cache, module)?)
 }
@@ -137,6 +138,14 @@ fn _reset_accumulated_stats(py: Python<'_>, device: i32) {
 #[pyfunction]
 fn _memory_fraction(py: Python<'_>, device: i32) -> f64 {
     py.detach(|| hooks::memory_fraction(device))
+}
+
+/// Has a private pool's memory change its address no more than `moving` lets it.
+#[pyfunction]
+fn _restrict_moves(py: Python<'_>, device: i32, pool: (u64, u64), moving: &str) -> PyResult<()> {
+    let moving = config::moving(moving)?;
+    let restricted = py.detach(|| pools::restrict_moves(device, PoolId(pool.0, pool.1), moving));
+    restricted.map_err(|failure| RallocatorError::new_err(failure.to_string()))
 }
 
 /// A picture of all memory, or of one pool's, as torch lays it out.

@@ -26,6 +26,9 @@ pub(crate) enum Failure {
     /// A device index that cannot be one.
     #[error("rallocator: {0} is not the index of a device.")]
     Device(i32),
+    /// A number from C that stands for no choice.
+    #[error("rallocator: {0} says nothing of whether memory may move; 0 to 2 do.")]
+    Moving(u32),
     /// A bug in rallocator: a panic was caught at the boundary.
     #[error("rallocator: internal error, please report it: {0}")]
     Panic(String),

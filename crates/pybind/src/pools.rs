@@ -3,6 +3,7 @@
 use std::cell::Cell;
 
 use alloc_core::checkpoint::{Checkpoint, Restored};
+use alloc_core::config::Move;
 use alloc_core::id::PoolId;
 use alloc_core::source::SharedSource;
 
@@ -59,6 +60,13 @@ pub(crate) fn serve_when_out_of_memory(device: i32, pool: PoolId, serves: bool) 
 /// Has the pool's blocks handed out whole; false for no such pool.
 pub(crate) fn forbid_splits(device: i32, pool: PoolId) -> bool {
     ask(device, |backend, device| backend.forbid_splits(device, pool))
+}
+
+/// Has the pool's memory change its address no more than `moving` lets it.
+pub(crate) fn restrict_moves(device: i32, pool: PoolId, moving: Move) -> Result<(), Failure> {
+    let backend = process::for_request()?;
+    let device = device_id(device)?;
+    guarded(|| Ok(backend.restrict_moves(device, pool, moving)?))
 }
 
 /// Gives what a released pool holds back.

@@ -178,6 +178,11 @@ impl PySimulatedGpu {
         self.play(py, |gpu| gpu.release_pool(PoolId(pool.0, pool.1)))
     }
 
+    fn restrict_moves(&self, py: Python<'_>, pool: (u64, u64), moving: &str) -> PyResult<()> {
+        let moving = config::moving(moving)?;
+        self.play(py, |gpu| gpu.restrict_moves(PoolId(pool.0, pool.1), moving))
+    }
+
     fn begin_capture(&self, py: Python<'_>, stream: u64, mode: &str) -> PyResult<()> {
         let mode = match mode {
             "global" => CaptureMode::Global,

@@ -6,9 +6,10 @@ use super::{Allocator, Device};
 use crate::{
     block::BlockState,
     checkpoint::{Checkpoint, RestoreError, Restored},
+    config::{Move, Policy},
     device::DeviceState,
     driver::Driver,
-    error::AllocError,
+    error::{AllocError, MoveError},
     id::{DeviceId, DevicePtr, PoolId, StreamHandle},
     pool_set::PrivateIx,
     sync::Ordering,
@@ -69,6 +70,29 @@ impl<D: Driver> Allocator<D> {
     /// Has the blocks of a private pool handed out whole from now on. Returns whether there is such a pool.
     pub fn forbid_splits(&self, device: DeviceId, pool: PoolId) -> bool {
         self.on_live_pool(device, pool, |state, private| state.pools.forbid_splits(private)).is_some()
+    }
+
+    /// From now on the memory of a private pool, which must have none yet, changes its address no more than `moving` lets
+    /// it, and no more than the settings do: what another library registers is the physical memory. The stricter stays in
+    /// force if it is said again.
+    ///
+    /// # Errors
+    ///
+    /// [`MoveError`]; [`AllocError::Broken`].
+    pub fn restrict_moves(&self, device: DeviceId, pool: PoolId, moving: Move) -> Result<(), AllocError> {
+        let restrict = |state: &mut DeviceState, private| {
+            let (present, has_memory) = state.pools.moves_of(private);
+            if moving == Move::Contiguous && state.rules == Policy::Expandable {
+                return Err(MoveError::PutTogether);
+            }
+            if moving > present && has_memory {
+                return Err(MoveError::HasMemory { pool });
+            }
+            state.pools.restrict_moves(private, moving);
+            Ok(())
+        };
+        let result = self.on_live_pool(device, pool, restrict);
+        Ok(result.unwrap_or(Err(MoveError::NoSuchPool { pool, device }))?)
     }
 
     fn on_live_pool<T>(

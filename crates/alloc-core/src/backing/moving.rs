@@ -27,6 +27,7 @@ use crate::{
     last_use::Epoch,
     plan::{Donor, Hole, Map, Plan, Return, Source},
     pool::FreeBlock,
+    pool_set::PoolIx,
     size::{MIB, SMALL_SEGMENT, SizeClass},
 };
 
@@ -95,7 +96,7 @@ impl DeviceState {
     /// Fills the gap that costs least with idle handles, and with new ones where `growth` allows. `None` if that is not
     /// enough.
     pub(crate) fn plan_move(&mut self, request: &Request, lenders: Lenders, growth: Growth) -> Option<Plan> {
-        if self.config.moving == Move::Contiguous {
+        if self.moving_of(request.pool) == Move::Contiguous {
             return self.plan_single(request, growth);
         }
         let Some((gap, filling)) = self.cheapest_filling(request, lenders) else { return self.plan_reserve(request) };
@@ -149,10 +150,15 @@ impl DeviceState {
         }
     }
 
+    /// Whether memory of the pool may change its address: by the settings, and by what was said of its private pool.
+    pub(crate) fn moving_of(&self, pool: PoolIx) -> Move {
+        self.config.moving.max(self.pools[pool].moving)
+    }
+
     /// Whole idle handles that may be moved for the request: large ones first, which take the fewest calls, and of those
     /// the ones in the smallest idle blocks, which serve few requests as they are.
     fn donors(&self, request: &Request, lenders: Lenders) -> Donors {
-        if lenders == Lenders::Nobody || self.is_tracked || self.config.moving != Move::On {
+        if lenders == Lenders::Nobody || self.is_tracked || self.moving_of(request.pool) != Move::On {
             return Donors::default();
         }
         // What a graph captures runs again later: order on the stream that captured it proves nothing.
@@ -163,7 +169,8 @@ impl DeviceState {
                 || (lenders == Lenders::AfterWait && asking.is_some() && self.may_wait_for(stream))
         };
         let mut donors: Vec<(u64, Donor)> = Vec::new();
-        let lent = self.pools.ids().filter(|pool| self.pools.is_releasable(*pool) && self.is_paged(*pool));
+        let may_leave = |pool: &PoolIx| self.pools.is_releasable(*pool) && self.moving_of(*pool) == Move::On;
+        let lent = self.pools.ids().filter(|pool| may_leave(pool) && self.is_paged(*pool));
         for entry in lent.flat_map(|pool| self.pools[pool].index.iter()) {
             let block = &self.blocks[entry.id];
             if block.last_use.iter().all(is_ordered) {

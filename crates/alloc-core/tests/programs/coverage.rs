@@ -21,7 +21,7 @@ use crate::{
 pub(crate) const REACHED_MIN: u64 = 100;
 
 /// Transitions that neither the history nor a rung tells of, by the name that the report gives them.
-const TRANSITIONS: [&str; 30] = [
+const TRANSITIONS: [&str; 31] = [
     "alloc",
     "bad free: foreign",
     "bad free: null",
@@ -38,6 +38,7 @@ const TRANSITIONS: [&str; 30] = [
     "oom",
     "pending",
     "pool begun",
+    "pool kept in place",
     "pool revived",
     "quarantined",
     "reserve",
@@ -97,6 +98,10 @@ impl Coverage {
 
     pub(crate) fn on_pool(&mut self, is_revived: bool) {
         self.count(if is_revived { "pool revived" } else { "pool begun" }, 1);
+    }
+
+    pub(crate) fn on_restricted_pool(&mut self) {
+        self.count("pool kept in place", 1);
     }
 
     pub(crate) fn on_source(&mut self, counts: SourceCounts) {

@@ -4,7 +4,10 @@
 //! stream among the streams), modulo their number. So every operation means something in every program, and a program
 //! that fails shrinks well: what is left keeps its meaning.
 
-use alloc_core::driver::{Call, Status, sim::Mishap};
+use alloc_core::{
+    config::Move,
+    driver::{Call, Status, sim::Mishap},
+};
 use proptest::{
     prelude::*,
     strategy::{BoxedStrategy, Union},
@@ -81,6 +84,8 @@ pub(crate) enum Operation {
     BeginPool { pool: Pick, stream: Pick },
     /// They no longer do.
     EndPool { pool: Pick },
+    /// A pool's memory is to stay where it is.
+    RestrictMoves { pool: Pick, moving: Move },
     /// Such a pool loses one user.
     ReleasePool { pool: Pick },
     /// A stream's requests go to a private pool with a source of its own, which is made if it is not there.
@@ -256,6 +261,7 @@ fn operation(theme: Theme) -> BoxedStrategy<Operation> {
         ([2, 1, 4, 1, 2], pick().prop_map(|graph| O::DestroyGraph { graph }).boxed()),
         ([1, 0, 2, 1, 1], (pick(), pick()).prop_map(|(pool, stream)| O::BeginPool { pool, stream }).boxed()),
         ([1, 0, 2, 3, 1], pick().prop_map(|pool| O::EndPool { pool }).boxed()),
+        ([1, 0, 2, 1, 1], (pick(), restriction()).prop_map(|(pool, moving)| O::RestrictMoves { pool, moving }).boxed()),
         ([1, 0, 2, 3, 1], pick().prop_map(|pool| O::ReleasePool { pool }).boxed()),
         ([1, 1, 2, 2, 2], (pick(), pick()).prop_map(|(pool, stream)| O::BeginSourced { pool, stream }).boxed()),
         ([0, 0, 0, 1, 3], (pick(), mishap()).prop_map(|(source, what)| O::Mishap { source, what }).boxed()),
@@ -267,6 +273,10 @@ fn operation(theme: Theme) -> BoxedStrategy<Operation> {
     ];
     let of_theme = weighted.into_iter().map(|(weights, strategy)| (weights[theme as usize], strategy));
     Union::new_weighted(of_theme.filter(|(weight, _)| *weight > 0).collect()).boxed()
+}
+
+fn restriction() -> impl Strategy<Value = Move> {
+    prop_oneof![Just(Move::Off), Just(Move::Contiguous)]
 }
 
 /// Programs of `length` operations, each of one theme.

@@ -2,7 +2,12 @@
 
 use std::collections::BTreeSet;
 
-use alloc_core::id::PoolId;
+use alloc_core::{
+    config::Move,
+    error::{AllocError, MoveError},
+    id::PoolId,
+    simulated_gpu::SimulatedGpuError,
+};
 
 use crate::{
     model::{Held, Pool, Route, Routed, Slot},
@@ -61,6 +66,24 @@ impl World {
         self.gpu.set_current_device(self.pools[pool].device).map_err(text)?;
         self.gpu.end_pool(self.pools[pool].id).map_err(text)?;
         Ok(Step::Executed)
+    }
+
+    /// Has a pool's memory stay where it is, if the pool has none yet; the scan after each step sees what follows.
+    pub(crate) fn restrict_moves(&mut self, pool: Pick, moving: Move) -> Result<Step, Failure> {
+        let live: Vec<usize> = (0..self.pools.len()).filter(|pool| self.pools[*pool].users > 0).collect();
+        let Some(position) = picked(pool, live.len()) else { return Ok(Step::Skipped) };
+        let Pool { device, id, .. } = self.pools[live[position]];
+        self.gpu.set_current_device(device).map_err(text)?;
+        match self.gpu.restrict_moves(id, moving) {
+            Ok(()) => {
+                self.coverage.on_restricted_pool();
+                Ok(Step::Executed)
+            }
+            Err(SimulatedGpuError::Alloc(AllocError::Move(MoveError::HasMemory { .. } | MoveError::PutTogether))) => {
+                Ok(Step::Skipped)
+            }
+            Err(error) => Err(format!("the pool cannot be kept in place: {error}")),
+        }
     }
 
     pub(crate) fn release_pool(&mut self, pool: Pick) -> Result<Step, Failure> {

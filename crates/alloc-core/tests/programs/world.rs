@@ -144,6 +144,7 @@ impl World {
             O::DestroyGraph { graph } => self.destroy_graph(graph),
             O::BeginPool { pool, stream } => self.begin_pool(pool, stream),
             O::EndPool { pool } => self.end_pool(pool),
+            O::RestrictMoves { pool, moving } => self.restrict_moves(pool, moving),
             O::ReleasePool { pool } => self.release_pool(pool),
             O::BeginSourced { pool, stream } => self.begin_sourced(pool, stream),
             O::Mishap { source, what } => Ok(self.mishap(source, what)),

@@ -11,6 +11,7 @@ mod guests;
 mod history;
 mod memory;
 mod moving;
+mod pools_in_place;
 mod processes;
 mod retired_streams;
 mod rig;

@@ -3,10 +3,12 @@
 use std::ffi::c_void;
 
 use alloc_core::checkpoint::Checkpoint;
+use alloc_core::config::Move;
 use alloc_core::id::{DevicePtr, PoolId};
 
 use super::api_table::{Status, failed, status};
 use super::raw_address;
+use crate::failure::Failure;
 use crate::{hooks, pools};
 
 /// Receives an address: `rallocator_address_visitor`.
@@ -26,6 +28,12 @@ pub(super) extern "C" fn serve_when_out_of_memory(device: i32, first: u64, secon
 
 pub(super) extern "C" fn forbid_splits(device: i32, first: u64, second: u64) -> bool {
     pools::forbid_splits(device, PoolId(first, second))
+}
+
+pub(super) extern "C" fn restrict_moves(device: i32, first: u64, second: u64, moving: u32) -> Status {
+    // The header numbers the choices in the order of this list.
+    let known = Move::ALL.get(moving as usize).copied().ok_or(Failure::Moving(moving));
+    status(known.and_then(|moving| pools::restrict_moves(device, PoolId(first, second), moving)))
 }
 
 pub(super) extern "C" fn empty_pool(first: u64, second: u64) -> Status {

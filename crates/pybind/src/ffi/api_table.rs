@@ -100,6 +100,7 @@ pub(crate) struct ApiTable {
     open_shared: unsafe extern "C" fn(*const c_char, i32, *mut *mut c_void) -> Status,
     close_shared: extern "C" fn(*mut c_void),
     create_pool_from: unsafe extern "C" fn(i32, u64, u64, *const SourceTable) -> Status,
+    restrict_moves: extern "C" fn(i32, u64, u64, u32) -> Status,
 }
 
 static TABLE: ApiTable = ApiTable {
@@ -156,6 +157,7 @@ static TABLE: ApiTable = ApiTable {
     open_shared: api_sharing::open_shared,
     close_shared: api_sharing::close_shared,
     create_pool_from: api_sources::create_pool_from,
+    restrict_moves: api_pools::restrict_moves,
 };
 
 /// The table, which lives as long as the process.
