@@ -329,7 +329,7 @@ FAULTS = (
     Fault(
         "cut a block that is to be handed out whole",
         "device.rs",
-        "if !self.pools[request.pool].may_split {",
+        "if !self.pools[request.pool].terms.may_split {",
         "if false {",
     ),
     Fault(

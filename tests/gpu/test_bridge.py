@@ -5,6 +5,7 @@ The other tests of this folder run through it with GPU_TEST_ATTACH=bridge.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import inspect
 import types
@@ -123,6 +124,36 @@ def test_pool_without_splits_hands_out_whole_blocks(torch: Any, allocator: Any, 
     for segment in pool.snapshot():
         assert all(block["state"] == "active_allocated" for block in segment["blocks"])
     del first, second, pool
+    gc.collect()
+
+
+@pytest.mark.parametrize("policy", ["rallocator"])
+def test_pool_for_what_another_library_registers_has_each_block_in_one_handle(
+    torch: Any, allocator: Any, floats: Any
+) -> None:
+    driver = ctypes.CDLL("libcuda.so.1")
+
+    def handle_at(address: int) -> int:
+        handle = ctypes.c_uint64()
+        assert driver.cuMemRetainAllocationHandle(ctypes.byref(handle), ctypes.c_uint64(address)) == 0
+        assert driver.cuMemRelease(handle) == 0
+        return handle.value
+
+    def is_in_one(tensor: Any) -> bool:
+        return handle_at(tensor.data_ptr()) == handle_at(tensor.data_ptr() + tensor.nbytes - 1)
+
+    outside = [floats(2) for _ in range(40)]
+    del outside[::2]
+    assert not is_in_one(floats(40)), "elsewhere it is put together"
+    pool = torch.cuda.MemPool()
+    allocator.restrict_moves(pool, "contiguous")
+    with torch.cuda.use_mem_pool(pool):
+        inside = [floats(mib, mib) for mib in (40, 3, 70)]
+        del inside[0]
+        inside.append(floats(39, 39))
+    assert all(is_in_one(tensor) for tensor in inside)
+    assert all(bool((tensor == tensor.nbytes // MIB).all()) for tensor in inside)
+    del inside, pool, outside
     gc.collect()
 
 

@@ -31,27 +31,27 @@ struct Workload {
 const WORKLOADS: [Workload; 6] = [
     Workload {
         name: "cached pair, 512 B",
-        ceilings: [1_820, 1_840, 1_740],
+        ceilings: [1_550, 1_650, 1_520],
         run: |policy, steps| pairs(policy, 512, steps),
     },
     Workload {
         name: "cached pair, 64 MiB",
-        ceilings: [1_110, 1_840, 1_100],
+        ceilings: [920, 1_660, 945],
         run: |policy, steps| pairs(policy, 64 * MIB, steps),
     },
     Workload {
         name: "1,000 live up to 1 MiB",
-        ceilings: [1_640, 1_590, 1_560],
+        ceilings: [1_520, 1_470, 1_450],
         run: |policy, steps| replace(policy, 1_000, 20, steps),
     },
     Workload {
         name: "1,000 live up to 8 MiB",
-        ceilings: [1_630, 1_650, 1_820],
+        ceilings: [1_510, 1_530, 1_590],
         run: |policy, steps| replace(policy, 1_000, 23, steps),
     },
     Workload {
         name: "10,000 live up to 8 MiB",
-        ceilings: [1_640, 1_670, 1_800],
+        ceilings: [1_520, 1_560, 1_590],
         run: |policy, steps| replace(policy, 10_000, 23, steps),
     },
     Workload { name: "record_stream, 4 KiB", ceilings: [3_050, 3_040, 3_000], run: on_two_streams },

@@ -204,7 +204,7 @@ impl DeviceState {
 
     /// A pool with a source of its own has the segments of that source, and no other pool has any of a source.
     fn scan_origin(&self, span: &Span) -> Result<(), String> {
-        let of_pool = self.pools[span.pool].origin.source();
+        let of_pool = self.pools[span.pool].terms.origin.source();
         let of_span = match &span.kind {
             SpanKind::Segment(origin) => origin.source(),
             SpanKind::Range(_) => None,

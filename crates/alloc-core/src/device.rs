@@ -228,7 +228,7 @@ impl DeviceState {
     }
 
     fn is_worth_splitting(&self, request: &Request, class: SizeClass, rest: u64) -> bool {
-        if !self.pools[request.pool].may_split {
+        if !self.pools[request.pool].terms.may_split {
             false
         } else if class == SizeClass::Small || self.is_paged(request.pool) {
             rest >= BLOCK_GRANULARITY

@@ -27,6 +27,23 @@ pub(crate) struct PoolIx(pub(crate) u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct PrivateIx(pub(crate) u32);
 
+/// What is said of a pool's memory. A private pool's stream pools all have its terms; the default pools have the default.
+#[derive(Clone, Debug)]
+pub(crate) struct Terms {
+    /// Where segments come from. The driver's pools may have ranges instead.
+    pub(crate) origin: Origin,
+    /// Whether a block may be cut to serve a smaller request.
+    pub(crate) may_split: bool,
+    /// Whether memory may change its address, as far as the settings let it.
+    pub(crate) moving: Move,
+}
+
+impl Default for Terms {
+    fn default() -> Self {
+        Self { origin: Origin::Driver, may_split: true, moving: Move::On }
+    }
+}
+
 /// Blocks of one owner, stream and size class.
 #[derive(Debug)]
 pub(crate) struct Pool {
@@ -40,17 +57,12 @@ pub(crate) struct Pool {
     pub(crate) unmapped: BTreeMap<u64, BlockId>,
     /// Segments and ranges that belong to this pool, departing ones too.
     pub(crate) spans: usize,
-    /// Where its segments come from. The driver's pools may have ranges instead.
-    pub(crate) origin: Origin,
     /// Requests that came to this pool: its clock, by which the age of idle blocks is told.
     pub(crate) requests: u64,
     /// Requests that are climbing the ladder with this pool in their hands, which so stays where it is.
     pub(crate) climbers: usize,
-    /// Whether a block may be cut to serve a smaller request. False only for a private pool that was told so.
-    pub(crate) may_split: bool,
-    /// Whether its memory may change its address, as far as the settings let it. Not `On` only for a private pool that
-    /// was told so.
-    pub(crate) moving: Move,
+    /// Its owner's, here too, so that the cached path need not look the owner up.
+    pub(crate) terms: Terms,
 }
 
 /// Whether a private pool's memory may be handed out.
@@ -84,12 +96,7 @@ pub(crate) struct PrivatePool {
     is_silent: bool,
     /// Whether its idle memory serves other requests that would fail without.
     pub(crate) serves_when_out: bool,
-    /// Whether its blocks may be cut.
-    may_split: bool,
-    /// Whether its memory may change its address.
-    moving: Move,
-    /// Where the segments of its pools come from.
-    origin: Origin,
+    terms: Terms,
 }
 
 impl PrivatePool {
@@ -103,9 +110,7 @@ impl PrivatePool {
             open: 0,
             is_silent: false,
             serves_when_out: false,
-            may_split: true,
-            moving: Move::On,
-            origin,
+            terms: Terms { origin, ..Terms::default() },
         }
     }
 
@@ -164,9 +169,7 @@ impl PoolSet {
             return *pool;
         }
         let pool = self.add(Some(private), stream, class);
-        self[pool].may_split = self.private(private).may_split;
-        self[pool].moving = self.private(private).moving;
-        self[pool].origin = self.private(private).origin.clone();
+        self[pool].terms = self.private(private).terms.clone();
         self.private_mut(private).pools.push(pool);
         pool
     }
@@ -179,11 +182,9 @@ impl PoolSet {
             index: FreeIndex::default(),
             unmapped: BTreeMap::new(),
             spans: 0,
-            origin: Origin::Driver,
             requests: 0,
             climbers: 0,
-            may_split: true,
-            moving: Move::On,
+            terms: Terms::default(),
         };
         PoolIx(place(&mut self.pools, pool))
     }
@@ -261,19 +262,20 @@ impl PoolSet {
 
     /// From now on the blocks of the pool, those that it has too, are handed out whole.
     pub(crate) fn forbid_splits(&mut self, private: PrivateIx) {
-        self.private_mut(private).may_split = false;
-        for pool in self.private(private).pools.clone() {
-            self[pool].may_split = false;
-        }
+        self.change_terms(private, |terms| terms.may_split = false);
     }
 
     /// From now on the memory of the pool, which has none yet, changes its address no more than `moving` lets it, and no
     /// more than it was let before.
     pub(crate) fn restrict_moves(&mut self, private: PrivateIx, moving: Move) {
-        let moving = moving.max(self.private(private).moving);
-        self.private_mut(private).moving = moving;
+        self.change_terms(private, |terms| terms.moving = moving.max(terms.moving));
+    }
+
+    fn change_terms(&mut self, private: PrivateIx, change: impl FnOnce(&mut Terms)) {
+        change(&mut self.private_mut(private).terms);
+        let terms = self.private(private).terms.clone();
         for pool in self.private(private).pools.clone() {
-            self[pool].moving = moving;
+            self[pool].terms = terms.clone();
         }
     }
 
@@ -281,7 +283,7 @@ impl PoolSet {
     pub(crate) fn moves_of(&self, private: PrivateIx) -> (Move, bool) {
         let private = self.private(private);
         let is_used = |pool: &PoolIx| self[*pool].spans > 0 || self[*pool].climbers > 0;
-        (private.moving, private.pools.iter().any(is_used))
+        (private.terms.moving, private.pools.iter().any(is_used))
     }
 
     /// The pools of live private pools that serve a request of `stream` and `class` that nothing else can.

@@ -152,7 +152,7 @@ impl DeviceState {
 
     /// Whether memory of the pool may change its address: by the settings, and by what was said of its private pool.
     pub(crate) fn moving_of(&self, pool: PoolIx) -> Move {
-        self.config.moving.max(self.pools[pool].moving)
+        self.config.moving.max(self.pools[pool].terms.moving)
     }
 
     /// Whole idle handles that may be moved for the request: large ones first, which take the fewest calls, and of those

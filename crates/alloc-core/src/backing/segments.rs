@@ -20,7 +20,7 @@ impl DeviceState {
         if !self.may_reserve(size) {
             return None;
         }
-        let origin = self.pools[request.pool].origin.clone();
+        let origin = self.pools[request.pool].terms.origin.clone();
         if !origin.is_driver() {
             self.promised += size;
         }

@@ -23,7 +23,7 @@ impl DeviceState {
     /// The rules by which a pool gets its memory: the device's, unless it has a source of its own.
     #[inline]
     pub(crate) fn rules_of(&self, pool: PoolIx) -> Policy {
-        if self.pools[pool].origin.is_driver() { self.rules } else { Policy::Native }
+        if self.pools[pool].terms.origin.is_driver() { self.rules } else { Policy::Native }
     }
 
     /// Whether the pool's memory comes from address ranges; else it comes from segments.
@@ -34,7 +34,7 @@ impl DeviceState {
 
     /// Whether the pool's segments come from a source of its own.
     pub(crate) fn is_sourced(&self, pool: PoolIx) -> bool {
-        !self.pools[pool].origin.is_driver()
+        !self.pools[pool].terms.origin.is_driver()
     }
 
     /// A source has answered: what it was asked for counts as reserved now, or not at all.
@@ -90,7 +90,7 @@ impl DeviceState {
         if block.is_split() || !is_over || !self.pins.of_span(span).is_empty() {
             return None;
         }
-        let source = self.pools[pool].origin.source()?.clone();
+        let source = self.pools[pool].terms.origin.source()?.clone();
         self.unindex(id);
         self.blocks.remove(id);
         self.spans.remove(span);
