@@ -148,9 +148,9 @@ def test_pool_for_what_another_library_registers_has_each_block_in_one_handle(
     pool = torch.cuda.MemPool()
     allocator.restrict_moves(pool, "contiguous")
     with torch.cuda.use_mem_pool(pool):
-        inside = [floats(mib, mib) for mib in (40, 3, 70)]
+        inside = [floats(mib, float(mib)) for mib in (40, 3, 70)]
         del inside[0]
-        inside.append(floats(39, 39))
+        inside.append(floats(39, 39.0))
     assert all(is_in_one(tensor) for tensor in inside)
     assert all(bool((tensor == tensor.nbytes // MIB).all()) for tensor in inside)
     del inside, pool, outside
