@@ -408,8 +408,9 @@ typedef struct rallocator_api {
   rallocator_status (*create_pool_from)(int32_t device, uint64_t first, uint64_t second,
                                         const rallocator_source *source);
 
-  /* From now on the memory of a pool, which must have none yet, changes its address no more than `moving` lets it, and no
-   * more than the settings do. The stricter stays in force. */
+  /* From now on the memory of a pool changes its address no more than `moving` lets it, and no more than the settings do;
+   * what was said once stays in force. Fails if `device` has no such pool, if the pool has memory of which that does not hold
+   * already, or if it is to be contiguous under policy:expandable. */
   rallocator_status (*restrict_moves)(int32_t device, uint64_t first, uint64_t second, rallocator_moving moving);
 } rallocator_api;
 

@@ -123,6 +123,8 @@ def test_steps_compare_at_their_best_rounds(results: dict[str, Any], tmp_path: P
     for kind, step_ms in (("native", [5.0, 7.0]), (runs[1]["kind"], [8.0, 3.0])):
         row = {**workload_row(kind, 1.0, "aa", 6.0, 3.0), "step_ms": step_ms}
         results["runs"].append(bench_run("workloads", kind, 2, [row]))
+    alone = {**workload_row("native", 1.0, "aa", 1.0, 3.0), "step_ms": [1.0, 1.0]}
+    results["runs"].append(bench_run("workloads", "native", 3, [alone]))
     page, _ = write_page(results, tmp_path)
     assert "| ms per step at best | moe | 4.50 | 3.50 | 0.778 | 0.778 | 0.778 |" in page
     assert "| ms per step | moe | 8.0, 6.0 | 4.0, 6.0 | 0.500, 1.000 | 0.750 | 0.667 |" in page

@@ -317,6 +317,6 @@ def test_pool_that_another_library_registers_stays_in_place_and_has_blocks_of_on
         "True",
         "True",
         "RallocatorError has memory already: say it before the first request",
-        "RallocatorError device 0 has no private pool (0, 99): make it first, as a torch.cuda.MemPool",
-        'ValueError moving must be "on" or "off" or "contiguous", not "never"',
+        "RallocatorError device 0 has no private pool (0, 99): make it first, or name the device that it is on",
+        'ValueError moving must be "off" or "contiguous", not "never"',
     ]

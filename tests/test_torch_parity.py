@@ -243,6 +243,27 @@ def test_observer_that_raises_does_so_in_place_of_the_error_as_with_torchs_own_a
     """) == ["division by zero", "1 0"]
 
 
+@only_bridge
+@pytest.mark.parametrize(("count", "questions"), [(1, 0), (2, 100)])
+def test_cuda_is_asked_for_the_current_device_only_where_there_are_several(count: int, questions: int) -> None:
+    printed = play(f"""
+        import contextlib
+
+        fake = ctypes.CDLL(None)
+        ctypes.c_int.in_dll(fake, "fake_device_count").value = {count}
+        with contextlib.suppress(RuntimeError):  # It looks for the driver, after it has told the allocator.
+            torch._C._cuda_init()
+        asked = ctypes.c_int.in_dll(fake, "fake_device_questions")
+        before = asked.value
+        held = [allocate(MiB, 0) for _ in range(100)]
+        print(asked.value - before, torch.cuda.memory_stats(0)["allocation.all.current"])
+        for address in held:
+            release(address)
+        print(asked.value - before)
+    """)
+    assert printed == [f"{questions} 100", f"{questions}"]
+
+
 # --- what the bridge cannot do ----------------------------------------------------------------------------------------
 
 

@@ -291,6 +291,24 @@ FAULTS = (
         "if self.config.moving == Move::Contiguous {",
     ),
     Fault(
+        "restrict a pool while a request for it may be getting memory",
+        "pool_set.rs",
+        "private.reserved.all.current > 0 || private.pools.iter().any(|pool| self[*pool].climbers > 0)",
+        "private.reserved.all.current > 0",
+    ),
+    Fault(
+        "let a weaker word lift what was said of a pool",
+        "pool_set.rs",
+        "self.change_terms(private, |terms| terms.moving = moving.max(terms.moving));",
+        "self.change_terms(private, |terms| terms.moving = moving);",
+    ),
+    Fault(
+        "say something of a pool's later streams alone",
+        "pool_set.rs",
+        "            self[pool].terms = terms.clone();\n",
+        "            let _ = (pool, &terms);\n",
+    ),
+    Fault(
         "move a handle out of a pool whose memory stays where it is",
         "backing/moving.rs",
         "self.pools.is_releasable(*pool) && self.moving_of(*pool) == Move::On;",

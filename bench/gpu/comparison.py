@@ -107,15 +107,25 @@ def step_time_ratios(results: Results) -> list[Ratio]:
 def best_step_ratios(results: Results) -> list[Ratio]:
     """Milliseconds per step, each step in the round in which it was quickest, as one round.
 
-    What an allocator costs comes again in every round, at the same step; what else runs on the machine does not.
+    What an allocator costs comes again in every round, at the same step; what else runs on the machine does not. Only
+    rounds that both have count: the least of more rounds is less.
     """
-    rows = [row for _, row in rows_of(results, "workloads") if not row["error"] and row.get("step_ms")]
-    figures = []
-    for name, kind in dict.fromkeys((row["workload"], row["kind"]) for row in rows):
-        rounds = [row["step_ms"] for row in rows if (row["workload"], row["kind"]) == (name, kind)]
-        best = [min(step) for step in zip(*rounds, strict=True)]
-        figures.append((1, name, kind, sum(best) / len(best)))
-    return _ratios(figures)
+    rows = [(number, row) for number, row in rows_of(results, "workloads") if not row["error"] and row.get("step_ms")]
+    ratios = []
+    for name in dict.fromkeys(row["workload"] for _, row in rows):
+        of_name = [(number, row) for number, row in rows if row["workload"] == name]
+        native = {number: row["step_ms"] for number, row in of_name if row["kind"] == NATIVE}
+        ours = {number: row["step_ms"] for number, row in of_name if is_ours(row["kind"])}
+        common = native.keys() & ours.keys()
+        if common:
+            best = [_mean_of_best([steps[number] for number in common]) for steps in (native, ours)]
+            ratios.append(Ratio(name, (best[0],), (best[1],)))
+    return ratios
+
+
+def _mean_of_best(rounds: list[list[float]]) -> float:
+    best: list[float] = [min(step) for step in zip(*rounds, strict=True)]
+    return sum(best) / len(best)
 
 
 def reserved_ratios(results: Results) -> list[Ratio]:

@@ -77,7 +77,7 @@ def tensor_rows(kind: Kind) -> list[Row]:
             f"torch.empty {label}",
             median_ns(f"torch.empty({size}, device=device, dtype=torch.uint8)", pairs=10000, rounds=7),
         )
-        # The first asks no allocator for anything: what of the others no allocator can save.
+        # The first obtains no memory: what of the others hardly any allocator can save.
         for label, size in (("0 B", 0), ("1 KiB", KIB), ("4 MiB", 4 * MIB))
     ]
     recorded = f"torch.empty({MIB}, device=device, dtype=torch.uint8).record_stream(side_stream)"

@@ -5,10 +5,11 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstdint>
 #include <thread>
 #include <vector>
+
+#include "../requests.h"
 
 namespace {
 
@@ -35,26 +36,6 @@ double pair_ns(int64_t size_bytes, int64_t pairs) {
   std::sort(rounds.begin(), rounds.end());
   return rounds[rounds.size() / 2];
 }
-
-// Marsaglia's xorshift64 with his published seed, so that every allocator sees the same requests.
-class Random {
- public:
-  uint64_t next() {
-    state_ ^= state_ << 13;
-    state_ ^= state_ >> 7;
-    state_ ^= state_ << 17;
-    return state_;
-  }
-
-  // A size whose logarithm is uniform, at least 512 bytes.
-  size_t size(int64_t largest_bytes) {
-    const double uniform = (next() >> 11) * 0x1.0p-53;
-    return static_cast<size_t>(std::max(512.0, std::exp(uniform * std::log(static_cast<double>(largest_bytes)))));
-  }
-
- private:
-  uint64_t state_ = 88172645463325252ull;
-};
 
 // Nanoseconds to replace a random one of `live` blocks by one of a random size. As many replacements again warm it up.
 double churn_ns(int64_t live, int64_t replacements, int64_t largest_bytes) {

@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cmath>
 #include <cstdint>
 #include <ctime>
 #include <thread>
 #include <vector>
 
+#include "../requests.h"
 #include "rallocator.h"
 
 namespace {
@@ -36,26 +36,6 @@ void* allocate(size_t size) {
 void pair(size_t size) {
   api->free(allocate(size), 0);
 }
-
-// Marsaglia's xorshift64 with his published seed, so that every run makes the same requests.
-class Random {
- public:
-  uint64_t next() {
-    state_ ^= state_ << 13;
-    state_ ^= state_ >> 7;
-    state_ ^= state_ << 17;
-    return state_;
-  }
-
-  // A size whose logarithm is uniform, at least 512 bytes.
-  size_t size(uint64_t largest_bytes) {
-    const double uniform = (next() >> 11) * 0x1.0p-53;
-    return static_cast<size_t>(std::max(512.0, std::exp(uniform * std::log(static_cast<double>(largest_bytes)))));
-  }
-
- private:
-  uint64_t state_ = 88172645463325252ull;
-};
 
 }  // namespace
 

@@ -89,7 +89,7 @@ def _restrict_moves(device: int, pool: tuple[int, int], moving: str) -> None:
 
     Raises:
         RallocatorError: there is no such pool, it has memory, or the policy puts its blocks together.
-        ValueError: `moving` is none of "on", "off", "contiguous".
+        ValueError: `moving` is neither "off" nor "contiguous".
     """
 
 def _empty_cache() -> None:

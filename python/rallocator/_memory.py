@@ -75,7 +75,8 @@ def restrict_moves(
     """Keep the memory of a private pool at its address, where the setting `move` lets all other memory change it.
 
     For what another library registers, with a network card or a communicator: that is the physical memory. Say it
-    before the first allocation from the pool.
+    before the first allocation from the pool, and on each device that the pool is used on. It holds for as long as the
+    pool lives. Pools that the program makes itself need the bridge.
 
     Arguments:
         pool: a `torch.cuda.MemPool`, or the pair of numbers that is its `id`.

@@ -3,12 +3,17 @@
 
 static _Thread_local int current_device = 0;
 
+/* For a program to set before it asks, and to read. */
+int fake_device_count = 2;
+int fake_device_questions = 0;
+
 int cudaGetDeviceCount(int *count) {
-  *count = 2;
+  *count = fake_device_count;
   return 0; /* cudaSuccess */
 }
 
 int cudaGetDevice(int *device) {
+  fake_device_questions++;
   *device = current_device;
   return 0; /* cudaSuccess */
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::{
     backing::{Span, SpanIx, SpanKind},
     block::{BlockId, BlockState},
-    config::{Move, Policy},
+    config::Move,
     device::DeviceState,
     id::DeviceId,
     pool::FreeBlock,
@@ -193,8 +193,7 @@ impl DeviceState {
                 _ => {
                     ensure!(mappings.covers(block.address, block.end()), "block {:#x} lacks memory", block.address);
                     let is_in_one = mappings.overlapping(block.address, block.end()).count() == 1;
-                    let is_contiguous =
-                        self.rules == Policy::Rallocator && self.moving_of(block.pool) == Move::Contiguous;
+                    let is_contiguous = self.moving_of(block.pool) == Move::Contiguous;
                     ensure!(is_in_one || !is_contiguous, "block {:#x} lies in several handles", block.address);
                 }
             }
@@ -227,6 +226,11 @@ impl DeviceState {
                 let block = &self.blocks[entry.id];
                 let agrees = (block.size, block.address, block.pool) == (entry.size, entry.address, pool);
                 ensure!(agrees, "pool {pool:?}: the index has a stale entry {:#x}", entry.address);
+            }
+            if let Some(owner) = self.pools[pool].owner {
+                let (own, of_owner) = (&self.pools[pool].terms, &self.pools.private(owner).terms);
+                let agree = (own.may_split, own.moving) == (of_owner.may_split, of_owner.moving);
+                ensure!(agree, "pool {pool:?} has other terms than its owner");
             }
             let departing = self.departing.iter().filter(|(of, _)| *of == pool).count();
             let spans = self.spans.ids().filter(|span| self.spans[*span].pool == pool).count() + departing;

@@ -27,7 +27,7 @@ pub use roundup::Roundup;
 macro_rules! named_choice {
     ($(#[$doc:meta])* $choice:ident { $($(#[$variant_doc:meta])* $variant:ident = $name:literal,)* }) => {
         $(#[$doc])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
         pub enum $choice { $($(#[$variant_doc])* $variant,)* }
 
         impl $choice {
@@ -97,6 +97,7 @@ named_choice! {
 named_choice! {
     /// Whether physical memory may change its address. What another library registered, with a network card or a
     /// communicator, is the physical memory. Each choice forbids what the one before it forbids, and more.
+    #[derive(PartialOrd, Ord)]
     Move {
         /// Whole idle handles go to where memory is needed.
         #[default]

@@ -47,11 +47,11 @@ pub enum AllocError {
     },
 }
 
-/// Why nothing was said of whether a private pool's memory may move.
+/// Why a private pool's memory is not kept from moving.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MoveError {
-    /// There is no such pool on the device: make it first.
-    #[error("{device} has no private pool ({}, {}): make it first, as a torch.cuda.MemPool", pool.0, pool.1)]
+    /// There is no such pool on the device: make it first, or name the device that it is on.
+    #[error("{device} has no private pool ({}, {}): make it first, or name the device that it is on", pool.0, pool.1)]
     NoSuchPool {
         /// The pool asked for.
         pool: PoolId,
@@ -64,9 +64,9 @@ pub enum MoveError {
         /// The pool.
         pool: PoolId,
     },
-    /// Torch's rules for expandable segments put blocks together from several handles: choose another policy.
+    /// Torch's rules for expandable segments build blocks of several handles: choose another policy.
     #[error("no pool is contiguous under policy:expandable: choose policy:rallocator or policy:native")]
-    PutTogether,
+    PolicyPutsTogether,
 }
 
 /// Memory that waits for a stream named by `record_stream`.

@@ -96,7 +96,7 @@ pub(crate) struct PrivatePool {
     is_silent: bool,
     /// Whether its idle memory serves other requests that would fail without.
     pub(crate) serves_when_out: bool,
-    terms: Terms,
+    pub(crate) terms: Terms,
 }
 
 impl PrivatePool {
@@ -279,11 +279,10 @@ impl PoolSet {
         }
     }
 
-    /// How a private pool's memory may change its address, and whether it has any, or is about to.
-    pub(crate) fn moves_of(&self, private: PrivateIx) -> (Move, bool) {
+    /// Whether a private pool has memory, or a request for it may be getting some.
+    pub(crate) fn has_memory(&self, private: PrivateIx) -> bool {
         let private = self.private(private);
-        let is_used = |pool: &PoolIx| self[*pool].spans > 0 || self[*pool].climbers > 0;
-        (private.terms.moving, private.pools.iter().any(is_used))
+        private.reserved.all.current > 0 || private.pools.iter().any(|pool| self[*pool].climbers > 0)
     }
 
     /// The pools of live private pools that serve a request of `stream` and `class` that nothing else can.

@@ -28,10 +28,10 @@ fn parse_config(text: &str) -> PyResult<ParsedConfig> {
     Ok(ParsedConfig { given, inert, effective: config.describe(), text: config.to_string() })
 }
 
-/// Whether memory may move, by a word that came from Python.
+/// How memory is kept from moving, by a word that came from Python.
 pub(crate) fn moving(word: &str) -> PyResult<Move> {
-    let names = || Move::ALL.iter().map(|choice| format!("{:?}", choice.name())).collect::<Vec<_>>().join(" or ");
-    Move::from_name(word).ok_or_else(|| PyValueError::new_err(format!("moving must be {}, not {word:?}", names())))
+    let refusal = || PyValueError::new_err(format!("moving must be \"off\" or \"contiguous\", not {word:?}"));
+    Move::from_name(word).filter(|moving| *moving != Move::On).ok_or_else(refusal)
 }
 
 /// The settings of a text that came from Python.

@@ -25,7 +25,7 @@ struct Checkpoint : AllocatorState {
 class OnDevice {
  public:
   explicit OnDevice(int32_t device) {
-    if (c10::cuda::current_device() != device) {
+    if (current_device() != device) {
       guard_.emplace(c10::Device(DEVICE_TYPE, static_cast<DeviceIndex>(device)));
     }
   }

@@ -73,26 +73,25 @@ impl<D: Driver> Allocator<D> {
     }
 
     /// From now on the memory of a private pool, which must have none yet, changes its address no more than `moving` lets
-    /// it, and no more than the settings do: what another library registers is the physical memory. The stricter stays in
-    /// force if it is said again.
+    /// it, and no more than the settings do: what another library registers is the physical memory. What was said once stays
+    /// in force. A pool that has memory may be told what holds for it anyway.
     ///
     /// # Errors
     ///
     /// [`MoveError`]; [`AllocError::Broken`].
     pub fn restrict_moves(&self, device: DeviceId, pool: PoolId, moving: Move) -> Result<(), AllocError> {
-        let restrict = |state: &mut DeviceState, private| {
-            let (present, has_memory) = state.pools.moves_of(private);
-            if moving == Move::Contiguous && state.rules == Policy::Expandable {
-                return Err(MoveError::PutTogether);
-            }
-            if moving > present && has_memory {
-                return Err(MoveError::HasMemory { pool });
-            }
-            state.pools.restrict_moves(private, moving);
-            Ok(())
-        };
-        let result = self.on_live_pool(device, pool, restrict);
-        Ok(result.unwrap_or(Err(MoveError::NoSuchPool { pool, device }))?)
+        let no_such_pool = MoveError::NoSuchPool { pool, device };
+        let mut state = self.devices.get(device).ok_or(no_such_pool)?.fast()?;
+        let private = state.pools.find_live(pool).ok_or(no_such_pool)?;
+        let terms = &state.pools.private(private).terms;
+        if moving == Move::Contiguous && state.rules_under(terms) == Policy::Expandable {
+            return Err(MoveError::PolicyPutsTogether.into());
+        }
+        if moving > state.moving_under(terms) && state.pools.has_memory(private) {
+            return Err(MoveError::HasMemory { pool }.into());
+        }
+        state.pools.restrict_moves(private, moving);
+        Ok(())
     }
 
     fn on_live_pool<T>(

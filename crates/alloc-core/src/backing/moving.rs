@@ -27,7 +27,7 @@ use crate::{
     last_use::Epoch,
     plan::{Donor, Hole, Map, Plan, Return, Source},
     pool::FreeBlock,
-    pool_set::PoolIx,
+    pool_set::{PoolIx, Terms},
     size::{MIB, SMALL_SEGMENT, SizeClass},
 };
 
@@ -150,9 +150,19 @@ impl DeviceState {
         }
     }
 
-    /// Whether memory of the pool may change its address: by the settings, and by what was said of its private pool.
+    /// Whether memory of the pool may change its address: by the rules, the settings, and what was said of its private
+    /// pool.
     pub(crate) fn moving_of(&self, pool: PoolIx) -> Move {
-        self.config.moving.max(self.pools[pool].terms.moving)
+        self.moving_under(&self.pools[pool].terms)
+    }
+
+    /// As [`moving_of`](Self::moving_of), of a pool with these terms.
+    pub(crate) fn moving_under(&self, terms: &Terms) -> Move {
+        match self.rules_under(terms) {
+            Policy::Native => Move::Contiguous,
+            Policy::Expandable => Move::Off,
+            Policy::Rallocator => self.config.moving.max(terms.moving),
+        }
     }
 
     /// Whole idle handles that may be moved for the request: large ones first, which take the fewest calls, and of those

@@ -9,6 +9,7 @@ use crate::{
         mapping::{Mapping, Mappings, Runs},
     },
     block::{Block, BlockId, BlockState},
+    config::Move,
     device::{DeviceState, Request},
     history::Action,
     id::{DevicePtr, PhysicalHandle},
@@ -71,6 +72,7 @@ impl DeviceState {
         }
         self.blocks[block].state = self.pools.idle_state(self.blocks[block].pool);
         if map.moves() {
+            debug_assert_eq!(self.moving_of(request.pool), Move::On, "nothing moves into this pool");
             // The donors' last uses are over, or come before what the asking stream does from now on.
             let own = self.pools[request.pool].stream;
             self.blocks[block].last_use.add(own, self.streams.current_epoch(own));
@@ -83,6 +85,7 @@ impl DeviceState {
     fn take_from_donor(&mut self, donor: &Donor, class: SizeClass) {
         let Donor { block, mapping: Mapping { address, size, handle } } = *donor;
         let (span, pool) = (self.blocks[block].span, self.blocks[block].pool);
+        debug_assert_eq!(self.moving_of(pool), Move::On, "memory of this pool stays where it is");
         self.spans[span].mappings_mut().remove(address);
         self.stats.on_handle_moved(self.pools[pool].class, class, size);
         self.pools.on_returned(pool, size);

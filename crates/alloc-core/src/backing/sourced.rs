@@ -13,7 +13,7 @@ use crate::{
     history::Action,
     id::{DevicePtr, PoolId},
     plan::{Departure, Obtain, Plan, User},
-    pool_set::PoolIx,
+    pool_set::{PoolIx, Terms},
     size::BLOCK_GRANULARITY,
     source::{Origin, SourceFailed},
     stats::is_oversize,
@@ -23,7 +23,12 @@ impl DeviceState {
     /// The rules by which a pool gets its memory: the device's, unless it has a source of its own.
     #[inline]
     pub(crate) fn rules_of(&self, pool: PoolIx) -> Policy {
-        if self.pools[pool].terms.origin.is_driver() { self.rules } else { Policy::Native }
+        self.rules_under(&self.pools[pool].terms)
+    }
+
+    /// As [`rules_of`](Self::rules_of), of a pool with these terms.
+    pub(crate) fn rules_under(&self, terms: &Terms) -> Policy {
+        if terms.origin.is_driver() { self.rules } else { Policy::Native }
     }
 
     /// Whether the pool's memory comes from address ranges; else it comes from segments.

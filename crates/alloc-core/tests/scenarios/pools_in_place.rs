@@ -1,5 +1,7 @@
 //! Private pools whose memory another library registers: it stays at its address, and may have to be in one piece.
 
+use std::sync::{Arc, Mutex};
+
 use alloc_core::{
     config::Move,
     driver::{Call, Status, sim::SimOptions},
@@ -100,7 +102,7 @@ fn memory_of_a_released_pool_stays_where_it_is_until_it_goes_back_to_the_driver(
 }
 
 #[test]
-fn what_cannot_be_kept_in_place_is_refused_by_name_and_changes_nothing() {
+fn what_cannot_be_kept_in_place_is_refused_by_name_and_what_stays_anyway_is_not() {
     let restrict = |rig: &Rig, pool, moving| match rig.allocator.restrict_moves(DEVICE, pool, moving) {
         Err(AllocError::Move(error)) => Some(error),
         Ok(()) => None,
@@ -113,14 +115,69 @@ fn what_cannot_be_kept_in_place_is_refused_by_name_and_changes_nothing() {
         rig.gpu.open_stream(SIDE).expect("the stream can be made");
         rig.begin_pool(POOL, SIDE);
         let contiguous = restrict(&rig, POOL, Move::Contiguous);
-        assert_eq!(contiguous, (policy == "policy:expandable").then_some(MoveError::PutTogether));
-        let (_, has_memory) = (rig.malloc(3 * MIB, SIDE), Some(MoveError::HasMemory { pool: POOL }));
-        let is_contiguous = contiguous.is_none();
-        assert_eq!(restrict(&rig, POOL, Move::Off), if is_contiguous { None } else { has_memory });
-        assert_eq!(restrict(&rig, POOL, Move::On), None, "it asks for nothing");
+        assert_eq!(contiguous, (policy == "policy:expandable").then_some(MoveError::PolicyPutsTogether));
+        rig.malloc(3 * MIB, SIDE);
+        for moving in [Move::On, Move::Off] {
+            assert_eq!(restrict(&rig, POOL, moving), None, "{policy}: it holds anyway");
+        }
         rig.free(held);
         finish(rig);
     }
+    for (config, moving, is_refused) in [
+        ("policy:rallocator", Move::Off, true),
+        ("policy:rallocator", Move::Contiguous, true),
+        ("move:off", Move::Off, false),
+        ("move:off", Move::Contiguous, true),
+        ("policy:expandable", Move::Off, false),
+        ("move:contiguous", Move::Contiguous, false),
+        ("policy:native", Move::Contiguous, false),
+    ] {
+        let mut rig = with_pool(config, Move::On);
+        rig.malloc(3 * MIB, SIDE);
+        let refusal = is_refused.then_some(MoveError::HasMemory { pool: POOL });
+        assert_eq!(restrict(&rig, POOL, moving), refusal, "{config}, {moving}");
+        finish(rig);
+    }
+}
+
+#[test]
+fn pool_that_was_asked_for_memory_and_got_none_can_still_be_restricted_on_all_its_streams() {
+    let mut rig = Rig::new("policy:rallocator");
+    for stream in [MAIN, SIDE] {
+        rig.gpu.open_stream(stream).expect("the stream can be made");
+        rig.begin_pool(POOL, stream);
+        assert!(rig.try_malloc(300 * MIB, stream).is_err(), "the device has 256 MiB");
+    }
+    for moving in [Move::Contiguous, Move::Off] {
+        rig.allocator.restrict_moves(DEVICE, POOL, moving).expect("it has no memory");
+    }
+    let handles = |rig: &Rig| rig.gpu.call_count(Call::CreateHandle);
+    for stream in [MAIN, SIDE] {
+        let before = handles(&rig);
+        let block = rig.malloc(40 * MIB, stream);
+        rig.write(stream, block);
+        assert_eq!(handles(&rig) - before, 1, "the weaker word did not undo the stricter one");
+    }
+    rig.allocator.end_pool(DEVICE, POOL);
+    rig.release_pool(POOL);
+    finish(rig);
+}
+
+#[test]
+fn pool_is_not_restricted_while_its_first_request_is_on_its_way() {
+    let mut rig = with_pool("policy:rallocator", Move::On);
+    let (asking, refusals) = (Arc::downgrade(&rig.allocator), Arc::new(Mutex::new(Vec::new())));
+    let seen = Arc::clone(&refusals);
+    rig.allocator.set_oom_callback(Some(Arc::new(move || {
+        let allocator = asking.upgrade().expect("it is calling");
+        seen.lock().expect("nobody panics").push(allocator.restrict_moves(DEVICE, POOL, Move::Off));
+        false
+    })));
+    assert!(rig.try_malloc(300 * MIB, SIDE).is_err());
+    let expected = [Err(AllocError::Move(MoveError::HasMemory { pool: POOL }))];
+    assert_eq!(*refusals.lock().expect("nobody panics"), expected);
+    rig.allocator.restrict_moves(DEVICE, POOL, Move::Off).expect("it has got none");
+    finish(rig);
 }
 
 #[test]
