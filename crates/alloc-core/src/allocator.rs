@@ -94,6 +94,20 @@ impl Device {
     }
 }
 
+/// A request on its way up the ladder. It leaves its pool however that ends, also if the program's own code panics.
+struct Climb<'a> {
+    device: &'a Device,
+    ladder: Ladder,
+}
+
+impl Drop for Climb<'_> {
+    fn drop(&mut self) {
+        if let Ok(mut state) = self.device.fast() {
+            state.leave(&self.ladder);
+        }
+    }
+}
+
 /// A caching allocator for the memory of all devices of a driver. See the [module](self) for its locks.
 ///
 /// ```
@@ -180,13 +194,12 @@ impl<D: Driver> Allocator<D> {
         }
         state.pools[request.pool].climbers += 1;
         drop(state);
-        let mut ladder = Ladder::new(request);
-        let result = self.malloc_slow(device, &mut ladder);
-        if let Some(unusable) = ladder.unusable.take() {
+        let mut climb = Climb { device, ladder: Ladder::new(request) };
+        let result = self.malloc_slow(device, &mut climb.ladder);
+        if let Some(unusable) = climb.ladder.unusable.take() {
             self.reject(unusable);
         }
-        device.fast()?.leave(&ladder);
-        drop(ladder);
+        drop(climb);
         self.drop_unused_sources();
         result.map(Some)
     }

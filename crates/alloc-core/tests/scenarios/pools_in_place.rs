@@ -1,6 +1,9 @@
 //! Private pools whose memory another library registers: it stays at its address, and may have to be in one piece.
 
-use std::sync::{Arc, Mutex};
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Arc, Mutex},
+};
 
 use alloc_core::{
     config::Move,
@@ -177,6 +180,18 @@ fn pool_is_not_restricted_while_its_first_request_is_on_its_way() {
     let expected = [Err(AllocError::Move(MoveError::HasMemory { pool: POOL }))];
     assert_eq!(*refusals.lock().expect("nobody panics"), expected);
     rig.allocator.restrict_moves(DEVICE, POOL, Move::Off).expect("it has got none");
+    finish(rig);
+}
+
+#[test]
+fn request_whose_callback_panics_is_no_longer_on_its_way() {
+    let mut rig = with_pool("policy:rallocator", Move::On);
+    rig.allocator.set_oom_callback(Some(Arc::new(|| panic!("in the program's own code"))));
+    let asking = AssertUnwindSafe(|| rig.try_malloc(300 * MIB, SIDE));
+    assert!(catch_unwind(asking).is_err(), "it reaches the program");
+    rig.allocator.restrict_moves(DEVICE, POOL, Move::Off).expect("nothing is on its way, and nothing is broken");
+    let block = rig.malloc(30 * MIB, SIDE);
+    rig.write(SIDE, block);
     finish(rig);
 }
 
