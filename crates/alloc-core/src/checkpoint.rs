@@ -9,7 +9,7 @@
 use crate::{
     block::{Block, BlockId, BlockState},
     device::DeviceState,
-    id::{DevicePtr, PoolId},
+    id::{DeviceId, DevicePtr, PoolId},
     pool::FreeBlock,
     pool_set::{PoolIx, PrivateIx},
     stats::{Pieces, Weight},
@@ -70,6 +70,9 @@ pub enum RestoreError {
     /// The pool has no memory there: the checkpoint is one of another pool that had the same name.
     #[error("the pool holds no memory at {0:?}, so it cannot go back to a checkpoint")]
     NoMemory(DevicePtr),
+    /// A former call on the device panicked, so its state cannot be trusted: restart the process, and report the bug.
+    #[error("the allocator's state of {0} is broken by an earlier internal error; restart the process")]
+    Broken(DeviceId),
 }
 
 impl DeviceState {

@@ -135,9 +135,11 @@ impl<D: Driver> Allocator<D> {
     ///
     /// [`RestoreError`]; then nothing is changed.
     pub fn restore_pool(&self, device: DeviceId, checkpoint: &Checkpoint) -> Result<Restored, RestoreError> {
-        let restore = |state: &mut DeviceState, private| state.restore(private, checkpoint);
-        self.on_live_pool(device, checkpoint.pool(), restore)
-            .unwrap_or(Err(RestoreError::NoSuchPool(checkpoint.pool())))
+        let no_such_pool = RestoreError::NoSuchPool(checkpoint.pool());
+        let Some(device) = self.devices.get(device) else { return Err(no_such_pool) };
+        let mut state = device.fast().map_err(|_| RestoreError::Broken(device.id))?;
+        let private = state.pools.find_live(checkpoint.pool()).ok_or(no_such_pool)?;
+        state.restore(private, checkpoint)
     }
 
     /// Ends the routing that the last [`begin_pool`](Self::begin_pool) of this pool began. The pool lives on.

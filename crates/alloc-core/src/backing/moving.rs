@@ -180,7 +180,7 @@ impl DeviceState {
         };
         let mut donors: Vec<(u64, Donor)> = Vec::new();
         let may_leave = |pool: &PoolIx| self.pools.is_releasable(*pool) && self.moving_of(*pool) == Move::On;
-        let lent = self.pools.ids().filter(|pool| may_leave(pool) && self.is_paged(*pool));
+        let lent = self.pools.ids().filter(may_leave);
         for entry in lent.flat_map(|pool| self.pools[pool].index.iter()) {
             let block = &self.blocks[entry.id];
             if block.last_use.iter().all(is_ordered) {
