@@ -15,6 +15,7 @@ import pytest
 from bench.gpu.report import read_sessions
 from bench.gpu.torch_tests.comparison import BRIDGE, read_reasons, unexplained
 from bench.gpu.torch_tests.page import BEGIN, END
+from bench.gpu.turns import Runner, run_in_turns
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
@@ -176,8 +177,32 @@ def test_checksum_is_judged_by_the_spread_of_torchs_own_runs(
 
 def test_plan_alternates_the_allocators() -> None:
     answer = run_module("bench.gpu.session", "--out", "unused", "--sections", "workloads", "--rounds", "2", "--plan")
-    kinds = re.findall(r"bench\.gpu\.workloads (\S+)", answer.stdout)
-    assert kinds == ["native", "rallocator-pluggable", "native", "rallocator-pluggable", "expandable"]
+    kinds = re.findall(r"bench\.gpu\.turns (\S+)", answer.stdout)
+    assert kinds == ["native,rallocator-pluggable,expandable", "native,rallocator-pluggable"]
+
+
+STEPS = """
+import sys
+from bench.gpu.turns import Turn
+name, steps, path, _, *descriptors = sys.argv[1:]
+turn = Turn(*map(int, descriptors))
+turn.take()
+for _ in range(int(steps)):
+    with open(path, "a") as file:
+        file.write(name)
+    turn.pass_on()
+sys.exit(int(steps))
+"""
+
+
+def test_processes_make_their_steps_in_turn_and_each_ends_by_itself(tmp_path: Path) -> None:
+    path = tmp_path / "steps"
+    runners = [
+        Runner((sys.executable, "-c", STEPS, name, str(steps), str(path)))
+        for name, steps in (("a", 2), ("b", 4), ("c", 3))
+    ]
+    assert run_in_turns(runners) == [2, 4, 3]
+    assert path.read_text() == "abccbabcb"
 
 
 def test_gpu_tests_are_skipped_with_a_count_and_a_reason_where_there_is_no_gpu() -> None:

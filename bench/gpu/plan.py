@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 DEFAULT_SECTIONS = ("contract", "tests", "checksums", "workloads", "host_cost")
@@ -81,8 +81,11 @@ def _checksums(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
 
 
 def _workloads(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
-    for round_number, kind in _alternating(options):
-        yield _bench("workloads", "workloads", kind, round_number, scratch, tuple(options.workload))
+    """Step by step in turn: see `turns.py`. The further kinds take part in the first round."""
+    for number in range(1, options.rounds + 1):
+        kinds = (NATIVE, options.ours, *(options.also if number == 1 else ()))
+        step = _bench("workloads", "turns", ",".join(kinds), number, scratch, tuple(options.workload))
+        yield replace(step, limit_s=len(kinds) * step.limit_s)
 
 
 def _host_cost(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:

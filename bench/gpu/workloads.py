@@ -3,7 +3,7 @@
 usage: python -m bench.gpu.workloads KIND [NAME ...] [--steps N] [--deterministic] [--cap-gib N]
                                      [--json OUT] [--trace DIR]
 
-Run kinds in turn, each in a process of its own, and compare within one session (`session.py` does). The checksums of
+To compare allocators, run them step by step in turn (`turns.py` does), each in a process of its own. The checksums of
 two runs of one allocator differ where kernels add in no fixed order; `--deterministic` has torch choose kernels that do
 not, and then an allocator that hands out sound memory gives the very bits that torch's own gives.
 """
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from bench.gpu.kinds import Kind, Peaks, Subject, install
 from bench.gpu.machine import describe
+from bench.gpu.turns import Turn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,8 +77,8 @@ class Row:
         )
 
 
-def measure(name: str, program: Program, subject: Subject, most_steps: int | None) -> Row:
-    """Run one workload to its end, or to the error that ends it, and read the figures."""
+def measure(name: str, program: Program, subject: Subject, most_steps: int | None, turn: Turn | None = None) -> Row:
+    """Run one workload to its end, or to the error that ends it, and read the figures; others' turns do not count."""
     import torch
 
     gc.collect()
@@ -92,9 +93,10 @@ def measure(name: str, program: Program, subject: Subject, most_steps: int | Non
         for result in itertools.islice(program(), most_steps):
             last = result
             torch.cuda.synchronize()
-            now = time.perf_counter()
-            seconds.append(now - started)
-            started = now
+            seconds.append(time.perf_counter() - started)
+            if turn is not None:
+                turn.pass_on()
+            started = time.perf_counter()
     except RuntimeError as failure:
         error = f"{type(failure).__name__}: {str(failure).splitlines()[0][:200]}"
         last = None
@@ -158,6 +160,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         default=Path(os.environ["TRACE"]) if os.environ.get("TRACE") else None,
         help="record each workload's history into this folder instead of measuring (torch's allocators only)",
     )
+    parser.add_argument("--turn-fds", type=int, nargs=2, default=None, help=argparse.SUPPRESS)  # From turns.py.
     return parser.parse_args(arguments)
 
 
@@ -202,9 +205,12 @@ def main() -> int:
         for name, program in chosen.items():
             record_history(program, options.trace / f"{name}.pickle.xz")
         return 0
+    turn = None if options.turn_fds is None else Turn(*options.turn_fds)
+    if turn is not None:
+        turn.take()
     rows = []
     for name, program in chosen.items():
-        rows.append(measure(name, program, subject, options.steps))
+        rows.append(measure(name, program, subject, options.steps, turn))
         print(rows[-1].line(), flush=True)
         if options.json is not None:  # After each workload, so that a run that is stopped leaves what it has.
             write_json(options, rows)
