@@ -41,9 +41,11 @@ def bench_run(section: str, kind: str, number: int, rows: list[dict[str, Any]]) 
 def workload_row(kind: str, checksum: float, digest: str, ms: float, reserved_gib: float) -> dict[str, Any]:
     """One workload's raw row."""
     peaks = {"allocated_bytes": 2 * GIB, "active_bytes": 2 * GIB, "reserved_bytes": int(reserved_gib * GIB)}
+    peaks["allocation_retries"] = 0
     return {
         "workload": "moe",
         "kind": kind,
+        "cap_gib": None,
         "peaks": peaks,
         "ms_per_step": ms,
         "last_value": checksum,
@@ -129,6 +131,19 @@ def test_steps_compare_at_their_best_rounds(results: dict[str, Any], tmp_path: P
     page, _ = write_page(results, tmp_path)
     assert "| ms per step at best | moe | 4.50 | 3.50 | 0.778 | 0.778 | 0.778 |" in page
     assert "| ms per step | moe | 8.0, 6.0 | 4.0, 6.0 | 0.500, 1.000 | 0.750 | 0.667 |" in page
+
+
+def test_what_a_limit_costs_is_told_by_the_same_workload_without_one(results: dict[str, Any], tmp_path: Path) -> None:
+    ours = "rallocator-bridge"
+    rows = [workload_row("native", 1.0, "aa", 8.0, 4.0)]
+    rows += [{**workload_row(ours, 1.0, "aa", ms, 2.5), "cap_gib": cap} for cap, ms in ((2.04, 9.0), (2.1, 8.4))]
+    rows.append({**workload_row(ours, 1.0, "aa", 0.0, 2.5), "cap_gib": 1.0, "error": "OutOfMemoryError: 1 | 2"})
+    results["runs"].append(bench_run("caps", "native", 1, rows))
+    page, _ = write_page(results, tmp_path)
+    assert "| moe in 2.04 GiB | 8.0 | 9.0 | 1.125 | 1.125 | 1.125 |" in page
+    assert "| moe in 2.10 GiB | 8.0 | 8.4 | 1.050 | 1.050 | 1.050 |" in page
+    assert "| moe | rallocator-bridge | 1.00 | 2.50 | 0.0 | 0 | OutOfMemoryError: 1 \\| 2 |" in page
+    assert "in 1.00 GiB" not in page
 
 
 def test_what_of_torchs_tests_does_not_pass_is_listed(results: dict[str, Any], tmp_path: Path) -> None:

@@ -134,6 +134,17 @@ def reserved_ratios(results: Results) -> list[Ratio]:
     return _ratios([(number, row["workload"], row["kind"], row["peaks"]["reserved_bytes"]) for number, row in rows])
 
 
+def cap_ratios(results: Results) -> list[Ratio]:
+    """Milliseconds per step of ours under each limit over torch's own without one, workload by workload."""
+    rows = [row for _, row in rows_of(results, "caps") if not row["error"]]
+    native = {row["workload"]: row["ms_per_step"] for row in rows if row["kind"] == NATIVE}
+    return [
+        Ratio(f"{row['workload']} in {row['cap_gib']:.2f} GiB", (native[row["workload"]],), (row["ms_per_step"],))
+        for row in rows
+        if is_ours(row["kind"]) and row["workload"] in native
+    ]
+
+
 def host_cost_ratios(results: Results) -> list[Ratio]:
     """Nanoseconds per pair, measure by measure."""
     rows = rows_of(results, "host_cost")

@@ -9,12 +9,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 DEFAULT_SECTIONS = ("contract", "tests", "checksums", "workloads", "host_cost")
-SECTIONS = (*DEFAULT_SECTIONS, "torch_tests")
+SECTIONS = (*DEFAULT_SECTIONS, "caps", "torch_tests")
 """The last takes most of a session for itself, and what `tools/torch_tests.py` has fetched."""
 
 NATIVE = "native"
 OURS = ("rallocator-pluggable", "rallocator-bridge")
 """What a session may compare with torch's own allocator."""
+
+PEAK_GIB = {
+    "gpt_varlen": 14.348,
+    "lora_checkpoint": 23.395,
+    "unet_varsize": 17.467,
+    "kv_decode": 20.515,
+    "moe": 2.911,
+    "fsdp1_streams": 0.3105,
+}
+"""What each workload has allocated at its peak, in GiB, under torch's own allocator: the sum of its tensors."""
+
+CAPS = (1.02, 1.05)
+"""The limits to run ours under, over that peak."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,7 @@ def plan(options: argparse.Namespace, scratch: Path) -> list[Step]:
         "checksums": _checksums,
         "workloads": _workloads,
         "host_cost": _host_cost,
+        "caps": _caps,
         "torch_tests": _torch_tests,
     }
     return [step for section in options.sections for step in makers[section](options, scratch)]
@@ -86,6 +100,15 @@ def _workloads(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
         kinds = (NATIVE, options.ours, *(options.also if number == 1 else ()))
         step = _bench("workloads", "turns", ",".join(kinds), number, scratch, tuple(options.workload))
         yield replace(step, limit_s=len(kinds) * step.limit_s)
+
+
+def _caps(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
+    """Ours under each limit beside torch's own without one, workload by workload, since each has its own limits."""
+    for workload in options.workload or PEAK_GIB:
+        capped = [f"{options.ours}@{PEAK_GIB[workload] * factor:.4f}" for factor in CAPS]
+        step = _bench("caps", "turns", ",".join((NATIVE, *capped)), 1, scratch, (workload,))
+        name = f"caps {workload}"
+        yield replace(step, name=name, result=scratch / f"{name}.json")
 
 
 def _host_cost(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:

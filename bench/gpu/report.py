@@ -21,6 +21,7 @@ from bench.gpu.comparison import (
     Ratio,
     Results,
     best_step_ratios,
+    cap_ratios,
     checksums,
     count_outcomes,
     host_cost_ratios,
@@ -40,9 +41,10 @@ HEAD = """# Results on GPUs
 
 Each section below is one session of [`bench/gpu/session.py`](../bench/gpu/session.py) on one machine, and its raw rows
 are in the file that the section names. Machines differ in speed from day to day, so compare allocators only within a
-session: what is compared alternates there (torch's allocator, ours, torch's, ours), and every ratio is ours over
-torch's from the same round, so below one is better. Even within a session other programs on the host slow a round by up
-to half, so each ratio also stands there for the best rounds of the two, and times of steps for each step's best round.
+session: what is compared alternates there, by rounds (torch's allocator, ours, torch's, ours), and workloads step by
+step since ba0a118. Every ratio is ours over torch's from the same round, so below one is better. Even within a session
+other programs on the host slow a round by up to half, so each ratio also stands there for the best rounds of the two,
+and times of steps for each step's best round.
 """
 
 
@@ -107,6 +109,7 @@ def section(name: str, results: Results) -> str:
         _contract(results),
         _checksums(results),
         _workloads(results),
+        _caps(results),
         _host_cost(results),
     ]
     return "\n".join(part for part in parts if part)
@@ -232,6 +235,31 @@ def _workloads(results: Results) -> str:
         "### Memory and time per step\n\nPeaks in GiB; utilization is peak allocated over peak reserved.\n\n"
         + _table([*columns, "error"], rows)
         + ("\n" + _table(["figure", *RATIO_COLUMNS], ratios) if ratios else "")
+    )
+
+
+def _caps(results: Results) -> str:
+    rows = [
+        [
+            row["workload"],
+            row["kind"],
+            "none" if row["cap_gib"] is None else f"{row['cap_gib']:.2f}",
+            f"{row['peaks']['reserved_bytes'] / GIB:.2f}",
+            f"{row['ms_per_step']:.1f}",
+            str(row["peaks"]["allocation_retries"]),
+            _one_line(row["error"]),
+        ]
+        for _, row in rows_of(results, "caps")
+    ]
+    if not rows:
+        return ""
+    ratios = [_ratio_cells(ratio, "{:.1f}") for ratio in cap_ratios(results)]
+    intro = "Ours in 1.02 and 1.05 times the workload's peak, step by step with torch's own without a limit; GiB.\n\n"
+    return (
+        "### Under a limit\n\n"
+        + intro
+        + _table(["workload", "allocator", "limit", "reserved", "ms/step", "retries", "error"], rows)
+        + ("\n" + _table(list(RATIO_COLUMNS), ratios) if ratios else "")
     )
 
 

@@ -1,6 +1,6 @@
 """One session on a GPU machine: tests, the driver's contract, checksums and timings, in one bounded call.
 
-usage: python -m bench.gpu.session --out DIR [--sections contract,tests,checksums,workloads,host_cost,torch_tests]
+usage: python -m bench.gpu.session --out DIR [--sections contract,tests,checksums,workloads,host_cost,caps,torch_tests]
                                    [--budget-s 540] [--commit HASH] ...
 
 Every step is a process of its own with a time limit, so that none can take the session down; steps that no longer fit
@@ -48,7 +48,7 @@ class Session:
         self._environment.setdefault("OPENBLAS_NUM_THREADS", "1")
         self.results: dict[str, Any] = {
             "schema": 1,
-            "command": " ".join(["python -m bench.gpu.session", *sys.argv[1:]]),
+            "command": _command(),
             "commit": options.commit,
             "machine": None,
             "steps": [],
@@ -158,6 +158,13 @@ class Session:
             print(f"---- end of {section}.log\n{path.read_text(errors='replace')[-characters:]}", flush=True)
 
 
+def _command() -> str:
+    """The command that was typed, with what of the environment decides what the tests test."""
+    attach = os.environ.get("GPU_TEST_ATTACH")
+    words = [*([f"GPU_TEST_ATTACH={attach}"] if attach else []), "python -m bench.gpu.session", *sys.argv[1:]]
+    return " ".join(words)
+
+
 def _limited(command: Sequence[str], seconds: int) -> list[str]:
     """Put the command under coreutils' timeout, which ends its whole process group."""
     return ["timeout", "--kill-after=10", str(max(1, seconds)), *command]
@@ -170,7 +177,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--sections",
         default=",".join(DEFAULT_SECTIONS),
-        help=f"some of {','.join(SECTIONS)}, in any order; without this option all but torch_tests",
+        help=f"some of {','.join(SECTIONS)}, in any order; without this option all but the last two",
     )
     parser.add_argument("--budget-s", type=int, default=540, help="end within so many seconds (default 540)")
     parser.add_argument("--commit", default=os.environ.get("RALLOCATOR_COMMIT", "unknown"), help="recorded in results")

@@ -8,6 +8,7 @@ from bench.gpu.comparison import (
     Ratio,
     Results,
     best_step_ratios,
+    cap_ratios,
     checksums,
     count_outcomes,
     host_cost_ratios,
@@ -40,12 +41,14 @@ def summarize(results: Results) -> str:
             f" spread {comparison.spread:.3g} ours {comparison.ours} distance {comparison.distance}"
             f" {comparison.verdict}"
         )
-    for _, row in rows_of(results, "workloads"):
-        if row["error"]:
-            lines.append(f"error in {row['workload']} under {row['kind']}: {row['error']}")
+    for section in ("workloads", "caps"):
+        for _, row in rows_of(results, section):
+            if row["error"]:
+                lines.append(f"error in {row['workload']} under {row['kind']}, {section}: {row['error']}")
     lines += _ratio_lines("ms/step", step_time_ratios(results))
     lines += _ratio_lines("ms/step at best", best_step_ratios(results))
     lines += _ratio_lines("reserved GiB", reserved_ratios(results), scale=1 / (1 << 30))
+    lines += _ratio_lines("ms/step", cap_ratios(results))
     lines += _ratio_lines("host ns", host_cost_ratios(results))
     return "\n".join(lines)
 

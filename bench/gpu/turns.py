@@ -1,6 +1,8 @@
 """Run the workloads on several allocators at once, each making one step in turn, so that they meet the same machine.
 
-usage: python -m bench.gpu.turns KIND,KIND[,KIND] --json OUT [NAME ...] [--steps N]   (the latter as for workloads.py)
+usage: python -m bench.gpu.turns KIND[@CAP_GIB],KIND[@CAP_GIB][,...] --json OUT [NAME ...] [--steps N]
+
+NAME and what follows it are for `workloads.py`. With @CAP_GIB that process alone is limited to so many GiB.
 
 A machine that others use too changes its speed by half within a minute. Runs that follow one another compare such
 minutes; steps that follow one another share them. The order turns round after every step, so that none is always the
@@ -77,15 +79,14 @@ def run_in_turns(runners: Sequence[Runner]) -> list[int]:
 def main() -> int:
     """Run all kinds and write one document with the rows of all. Returns 1 if any of them failed."""
     parser = argparse.ArgumentParser(description="Run the workloads on several allocators, one step each in turn.")
-    parser.add_argument("kinds", help="two or more of bench.gpu.workloads' KIND, separated by commas")
+    parser.add_argument("kinds", help="two or more of KIND or KIND@CAP_GIB, separated by commas")
     parser.add_argument("--json", type=Path, required=True, help="write the raw rows of all kinds to this file")
     options, arguments = parser.parse_known_args()
     kinds = options.kinds.split(",")
     with tempfile.TemporaryDirectory() as folder:
         results = [Path(folder) / f"{number}.json" for number in range(len(kinds))]
-        command = (sys.executable, "-m", "bench.gpu.workloads")
         runners = [
-            Runner((*command, kind, *arguments, "--json", str(result)))
+            Runner((*command_for(kind), *arguments, "--json", str(result)))
             for kind, result in zip(kinds, results, strict=True)
         ]
         codes = run_in_turns(runners)
@@ -93,6 +94,12 @@ def main() -> int:
     if documents:
         options.json.write_text(json.dumps(united(documents), indent=1))
     return 1 if any(codes) else 0
+
+
+def command_for(entrant: str) -> tuple[str, ...]:
+    """The beginning of the command for KIND or KIND@CAP_GIB."""
+    kind, _, cap_gib = entrant.partition("@")
+    return (sys.executable, "-m", "bench.gpu.workloads", kind, *(("--cap-gib", cap_gib) if cap_gib else ()))
 
 
 def united(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:

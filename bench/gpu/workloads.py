@@ -47,6 +47,8 @@ class Row:
 
     workload: str
     kind: str
+    cap_gib: float | None
+    """The limit of the process's device memory, if it had one."""
     peaks: Peaks
     steps: int
     ms_per_step: float
@@ -77,7 +79,7 @@ class Row:
         )
 
 
-def measure(name: str, program: Program, subject: Subject, most_steps: int | None, turn: Turn | None = None) -> Row:
+def measure(name: str, program: Program, subject: Subject, options: argparse.Namespace, turn: Turn | None) -> Row:
     """Run one workload to its end, or to the error that ends it, and read the figures; others' turns do not count."""
     import torch
 
@@ -90,7 +92,7 @@ def measure(name: str, program: Program, subject: Subject, most_steps: int | Non
     error = ""
     started = time.perf_counter()
     try:
-        for result in itertools.islice(program(), most_steps):
+        for result in itertools.islice(program(), options.steps):
             last = result
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - started)
@@ -105,6 +107,7 @@ def measure(name: str, program: Program, subject: Subject, most_steps: int | Non
     return Row(
         workload=name,
         kind=subject.kind.value,
+        cap_gib=options.cap_gib,
         peaks=peaks,
         steps=len(seconds),
         ms_per_step=1e3 * sum(settled) / max(1, len(settled)),
@@ -210,7 +213,7 @@ def main() -> int:
         turn.take()
     rows = []
     for name, program in chosen.items():
-        rows.append(measure(name, program, subject, options.steps, turn))
+        rows.append(measure(name, program, subject, options, turn))
         print(rows[-1].line(), flush=True)
         if options.json is not None:  # After each workload, so that a run that is stopped leaves what it has.
             write_json(options, rows)
