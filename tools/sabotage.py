@@ -269,8 +269,8 @@ FAULTS = (
     Fault(
         "count what is pending as needed",
         "backing/moving.rs",
-        "let held = self.stats.allocated_bytes.all.current;",
-        "let held = self.stats.active_bytes.all.current;",
+        "allocated.peak.max(allocated.current + request.rounded)",
+        "allocated.peak.max(self.stats.active_bytes.all.current + request.rounded)",
     ),
     Fault(
         "cut free blocks at the wrong end",
@@ -373,6 +373,18 @@ FAULTS = (
         "allocator/sharing.rs",
         "let undone = if mapped > 0 { self.driver.unmap(device, base, mapped) } else { Ok(()) };",
         "let undone: Result<(), DriverError> = Err(error);",
+    ),
+    Fault(
+        "let a stream wait for the block that it handed on last",
+        "takeover.rs",
+        "self.in_flight(request) < IN_FLIGHT {",
+        "self.in_flight(request) < 1 {",
+    ),
+    Fault(
+        "forget what a stream needs to work ahead of others",
+        "backing/moving.rs",
+        "held + self.ahead_bytes(request)",
+        "held + 0 * self.ahead_bytes(request)",
     ),
     Fault(
         "give a segment back to its source while it is in use",

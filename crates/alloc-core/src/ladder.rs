@@ -31,6 +31,8 @@ pub enum Rung {
     Collect,
     /// Obtain new memory, as long as hardly more is reserved than the program is known to need at once.
     GrowWithinNeed,
+    /// Hand a pending block on where there are several: the asking stream waits on the GPU for those that used it.
+    TakeOverEarly,
     /// Move idle handles.
     Move,
     /// Move idle handles, and obtain new memory for the rest, on the same condition.
@@ -68,12 +70,13 @@ pub enum Rung {
 
 impl Rung {
     /// Every rung there is.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 22] = [
         Self::ClosePending,
         Self::Poll,
         Self::UnmapSurplus,
         Self::Collect,
         Self::GrowWithinNeed,
+        Self::TakeOverEarly,
         Self::Move,
         Self::MoveAndGrow,
         Self::TakeOver,
@@ -117,6 +120,8 @@ impl Rung {
         Self::UnmapSurplus,
         // With a little room to spare, blocks that come and go in order do so where they were, and nothing has to move.
         Self::GrowWithinNeed,
+        // Waiting for what was used before the last takes the GPU no time, and the host less than moving.
+        Self::TakeOverEarly,
         Self::Move,
         Self::MoveAndGrow,
         Self::TakeOver,
@@ -296,6 +301,7 @@ impl DeviceState {
             Rung::GrowWithinNeed => self.plan_move(request, Lenders::Nobody, Growth::WithinNeed),
             Rung::Move => self.plan_move(request, Lenders::Ordered, Growth::None),
             Rung::MoveAndGrow => self.plan_move(request, Lenders::Ordered, Growth::WithinNeed),
+            Rung::TakeOverEarly => self.plan_take_over_early(request),
             Rung::TakeOver => self.plan_take_over(request),
             Rung::MoveAfterWait => self.plan_move(request, Lenders::AfterWait, Growth::ToLimit),
             Rung::Grow | Rung::GrowLast => self.plan_growth(request),

@@ -1,6 +1,8 @@
 //! Handing a pending block on before its streams are done: the asking stream waits for them on the GPU.
 //! A [guest](crate::guest) is handed out by the same plan.
 
+use rustc_hash::FxHashSet;
+
 use crate::{
     block::{BlockId, BlockState},
     device::{DeviceState, Request},
@@ -9,12 +11,45 @@ use crate::{
     last_use::Epoch,
     plan::{Plan, TakeOver},
     pool_set::PoolIx,
+    size::{SMALL_SEGMENT, SizeClass},
 };
+
+/// So many blocks that others still use a stream may leave to them before it waits for the first to come back. One that
+/// gathers weights or copies batches for others works ahead of them while it writes a third.
+const IN_FLIGHT: usize = 2;
 
 impl DeviceState {
     /// The smallest pending block of the request's pool that fits, if the asking stream may wait for all its streams.
     pub(crate) fn plan_take_over(&mut self, request: &Request) -> Option<Plan> {
         self.plan_take_over_in(request, |_, pool| pool == request.pool)
+    }
+
+    /// As [`plan_take_over`](Self::plan_take_over), if so many are pending that the wait is for work before the latest. A small
+    /// request gets a handle instead, which serves many.
+    pub(crate) fn plan_take_over_early(&mut self, request: &Request) -> Option<Plan> {
+        let is_small = self.pools[request.pool].class == SizeClass::Small;
+        if is_small || self.in_flight(request) < IN_FLIGHT { None } else { self.plan_take_over(request) }
+    }
+
+    /// The bytes that a stream needs besides the request, to work ahead of those that still use what it handed on.
+    pub(crate) fn ahead_bytes(&self, request: &Request) -> u64 {
+        let is_small = self.pools[request.pool].class == SizeClass::Small;
+        self.in_flight(request) as u64 * if is_small { SMALL_SEGMENT } else { request.rounded }
+    }
+
+    /// How many pending blocks of the request's pool could serve it once they are idle, up to [`IN_FLIGHT`].
+    fn in_flight(&self, request: &Request) -> usize {
+        let could_serve = |id: &BlockId| {
+            let block = &self.blocks[*id];
+            block.pool == request.pool && block.size >= request.rounded
+        };
+        let found: FxHashSet<BlockId> = self.pending().filter(could_serve).collect();
+        found.len().min(IN_FLIGHT)
+    }
+
+    /// The pending blocks, each as often as there are streams that it waits for.
+    fn pending(&self) -> impl Iterator<Item = BlockId> + '_ {
+        self.streams.ids().flat_map(|stream| self.streams.waiting(stream)).map(|(_, block)| block)
     }
 
     /// As [`plan_take_over`](Self::plan_take_over), of all pools of the asking stream that `lends` names.
@@ -31,9 +66,8 @@ impl DeviceState {
             let block = &self.blocks[*id];
             self.pools[block.pool].stream == own && block.size >= request.rounded && lends(self, block.pool)
         };
-        let waiting = self.streams.ids().flat_map(|stream| self.streams.waiting(stream)).map(|(_, block)| block);
         // Of equal ones the first in its stream's queue: what was freed first is over first.
-        let smallest = waiting.filter(fits).min_by_key(|id| self.blocks[*id].size);
+        let smallest = self.pending().filter(fits).min_by_key(|id| self.blocks[*id].size);
         let block = smallest?;
         let uses = self.undone_uses(block);
         if !uses.iter().all(|(stream, _)| self.may_wait_for(*stream)) {

@@ -141,9 +141,10 @@ impl DeviceState {
             _ if new == 0 => true,
             Growth::None => false,
             Growth::WithinNeed => {
-                // What is pending can be taken over, so it is no need of now, though it was one at the peak.
-                let held = self.stats.allocated_bytes.all.current;
-                let need = self.stats.active_bytes.all.peak.max(held + request.rounded);
+                // What is pending can be taken over, so it is no need of now, but for what a stream needs to work ahead.
+                let allocated = &self.stats.allocated_bytes.all;
+                let held = allocated.peak.max(allocated.current + request.rounded);
+                let need = self.stats.active_bytes.all.peak.max(held + self.ahead_bytes(request));
                 reserved <= need / 1000 * GROWTH_PERMILLE && self.may_reserve(new)
             }
             Growth::ToLimit => self.may_reserve(new),

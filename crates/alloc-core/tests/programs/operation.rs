@@ -54,6 +54,8 @@ pub(crate) enum Operation {
     Use { block: Pick, duration_us: u64 },
     /// A kernel on any stream, ordered after the blocks' allocation.
     Share { stream: Pick, read: Pick, write: Pick, duration_us: u64 },
+    /// A stream hands blocks to another, one after the other: each is freed while the other still reads it.
+    HandOn { size: u64, stream: Pick, to: Pick, blocks: u8, duration_us: u64 },
     /// `record_stream`, needed or not.
     Record { block: Pick, stream: Pick },
     /// A stream waits for another.
@@ -236,6 +238,12 @@ fn operation(theme: Theme) -> BoxedStrategy<Operation> {
             [10, 20, 10, 8, 12],
             (pick(), pick(), pick(), duration())
                 .prop_map(|(stream, read, write, duration_us)| O::Share { stream, read, write, duration_us })
+                .boxed(),
+        ),
+        (
+            [1, 3, 1, 1, 1],
+            (MIB + 1..20 * MIB, pick(), pick(), 2..6_u8, duration())
+                .prop_map(|(size, stream, to, blocks, duration_us)| O::HandOn { size, stream, to, blocks, duration_us })
                 .boxed(),
         ),
         ([3, 6, 2, 3, 4], (pick(), pick()).prop_map(|(block, stream)| O::Record { block, stream }).boxed()),

@@ -29,6 +29,27 @@ impl World {
         self.launch(slot, reads, &[write], duration_us)
     }
 
+    pub(crate) fn hand_on(
+        &mut self,
+        size: u64,
+        stream: Pick,
+        to: Pick,
+        blocks: u8,
+        duration_us: u64,
+    ) -> Result<Step, Failure> {
+        let (own, reader) = (self.stream(stream), self.stream(to));
+        for _ in 0..blocks {
+            let Some(position) = self.malloc_on(size, own)? else { break };
+            let is_read = self.launch(reader, &[position], &[], duration_us)? == Step::Executed;
+            let is_captured = self.held[position].holders > 0;
+            if !is_read || is_captured || !self.settle(position, Settle::Record)? {
+                break;
+            }
+            self.free(position, 0)?;
+        }
+        Ok(Step::Executed)
+    }
+
     /// A kernel on a stream, captured or not, ordered as a correct program orders it; skipped if that is impossible.
     pub(crate) fn launch(
         &mut self,

@@ -129,6 +129,7 @@ impl World {
             O::FreeBadly { block, how } => self.free_badly(block, how),
             O::Use { block, duration_us } => self.use_on_own(block, duration_us),
             O::Share { stream, read, write, duration_us } => self.share(stream, read, write, duration_us),
+            O::HandOn { size, stream, to, blocks, duration_us } => self.hand_on(size, stream, to, blocks, duration_us),
             O::Record { block, stream } => self.record(block, stream),
             O::Wait { stream, on } => self.wait_picked(stream, on),
             O::Advance { duration_us } => self.gpu.advance(duration_us).map_err(text).map(|()| Step::Executed),

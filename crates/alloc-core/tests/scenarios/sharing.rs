@@ -59,7 +59,7 @@ fn stream_takes_memory_whose_last_use_is_over_without_a_wait_whatever_the_settin
 }
 
 #[test]
-fn pending_block_is_taken_over_from_streams_that_the_setting_names() {
+fn oldest_of_three_pending_blocks_is_taken_over_from_streams_that_the_setting_names() {
     // Whether the side stream has asked for memory itself, and which settings then let the main stream wait for it.
     for (is_owner, waits) in [(false, [0, 0, 1]), (true, [0, 1, 1])] {
         for (config, waits) in REUSE.into_iter().zip(waits) {
@@ -69,15 +69,40 @@ fn pending_block_is_taken_over_from_streams_that_the_setting_names() {
                 rig.write(SIDE, owned);
             }
             let held = rig.reserved();
-            let pending = pending_block(&mut rig, 40 * MIB, SIDE);
+            let oldest = pending_block(&mut rig, 40 * MIB, SIDE);
+            // While two are pending, the stream works ahead in a third.
+            pending_block(&mut rig, 40 * MIB, SIDE);
+            pending_block(&mut rig, 40 * MIB, SIDE);
+            assert_eq!((rig.reserved(), rig.stats().gpu_waits), (held + 120 * MIB, 0), "{config}");
             let block = rig.malloc(40 * MIB, MAIN);
             rig.write(MAIN, block);
-            assert_eq!(block == pending, waits > 0, "{config}");
-            assert_eq!(rig.reserved(), held + if waits > 0 { 40 * MIB } else { 80 * MIB }, "{config}");
+            assert_eq!(block == oldest, waits > 0, "{config}");
+            assert_eq!(rig.reserved(), held + if waits > 0 { 120 * MIB } else { 160 * MIB }, "{config}");
             assert_eq!((rig.stats().gpu_waits, rig.gpu.host_waits()), (waits, 0), "{config}");
             rig.finish();
         }
     }
+}
+
+#[test]
+fn pending_block_that_is_the_only_one_is_taken_over_where_nothing_more_can_be_reserved() {
+    let mut rig = Rig::new("cross_stream_reuse:all");
+    let pending = pending_block(&mut rig, 40 * MIB, SIDE);
+    rig.allocator.set_memory_fraction(DEVICE, 0.0).expect("0 is a fraction");
+    let block = rig.malloc(40 * MIB, MAIN);
+    rig.write(MAIN, block);
+    assert_eq!((block, rig.reserved(), rig.stats().gpu_waits), (pending, 40 * MIB, 1));
+    rig.finish();
+}
+
+#[test]
+fn small_requests_grow_rather_than_wait_for_pending_blocks() {
+    let mut rig = Rig::new("cross_stream_reuse:all");
+    for _ in 0..4 {
+        pending_block(&mut rig, MIB, SIDE);
+    }
+    assert_eq!((rig.reserved(), rig.stats().gpu_waits), (4 * MIB, 0));
+    rig.finish();
 }
 
 #[test]
@@ -236,7 +261,9 @@ fn failed_call_before_a_wait_on_the_gpu_loses_nothing() {
     ] {
         let mut rig = Rig::new("cross_stream_reuse:all");
         if is_pending {
-            pending_block(&mut rig, 40 * MIB, SIDE);
+            for _ in 0..3 {
+                pending_block(&mut rig, 40 * MIB, SIDE);
+            }
         } else {
             idle_block(&mut rig, 40 * MIB, SIDE);
         }
