@@ -96,6 +96,21 @@ fn pending_block_that_is_the_only_one_is_taken_over_where_nothing_more_can_be_re
 }
 
 #[test]
+fn idle_memory_moves_rather_than_that_a_stream_waits_for_the_block_it_handed_on_last() {
+    let mut rig = Rig::new("cross_stream_reuse:all");
+    let idle = rig.malloc(80 * MIB, SIDE);
+    rig.free(idle);
+    rig.gpu.complete(None).expect("no fault");
+    rig.allocator.set_memory_fraction(DEVICE, 0.0).expect("a fraction");
+    let pending = pending_block(&mut rig, 40 * MIB, SIDE);
+    let block = rig.malloc(40 * MIB, MAIN);
+    rig.write(MAIN, block);
+    assert!(block != pending);
+    assert_eq!((rig.reserved(), rig.stats().gpu_waits), (80 * MIB, 0));
+    rig.finish();
+}
+
+#[test]
 fn small_requests_grow_rather_than_wait_for_pending_blocks() {
     let mut rig = Rig::new("cross_stream_reuse:all");
     for _ in 0..4 {
