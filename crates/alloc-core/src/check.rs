@@ -220,8 +220,7 @@ impl DeviceState {
     fn scan_pools(&self) -> Result<(), String> {
         for pool in self.pools.ids() {
             let index = &self.pools[pool].index;
-            ensure!(index.iter().count() == index.len(), "pool {pool:?}: the index has lost count");
-            ensure!(index.iter().is_sorted(), "pool {pool:?}: the index is out of order");
+            index.check().map_err(|contradiction| format!("index of pool {pool:?}: {contradiction}"))?;
             for entry in index.iter() {
                 let block = &self.blocks[entry.id];
                 let agrees = (block.size, block.address, block.pool) == (entry.size, entry.address, pool);

@@ -191,6 +191,7 @@ impl DeviceState {
         let before = self.inactive_split(whole.id);
         let mut after = Pieces::default();
         let (mut id, mut size) = (whole.id, whole.size);
+        self.pools[request.pool].index.remove(whole);
         if self.is_worth_splitting(request, class, size - request.rounded) {
             size = request.rounded;
             let rest;
@@ -201,10 +202,8 @@ impl DeviceState {
                 let end = self.blocks.split(id, size);
                 rest = FreeBlock { size: whole.size - size, address: whole.address + size, id: end };
             }
-            self.pools[request.pool].index.replace(whole, rest);
+            self.pools[request.pool].index.insert(rest);
             after = self.inactive_split(rest.id);
-        } else {
-            self.pools[request.pool].index.remove(whole);
         }
         self.stats.on_inactive_split(class, before, after);
         self.occupy(id, Weight { class, size, requested: request.requested }, guest)
@@ -345,28 +344,21 @@ impl DeviceState {
     pub(crate) fn coalesce_and_index(&mut self, id: BlockId) -> BlockId {
         let Block { state, pool, next, previous, .. } = self.blocks[id];
         let mut before = Pieces::default();
-        // The neighbour's entry whose place the result takes.
-        let mut former = None;
         if let Some(next) = next.filter(|next| self.blocks[*next].state == state) {
             before += self.inactive_split(next);
-            former = Some(self.blocks.entry(next));
+            self.unindex(next);
             self.blocks.absorb_next(id);
         }
         let mut id = id;
         if let Some(previous) = previous.filter(|previous| self.blocks[*previous].state == state) {
             before += self.inactive_split(previous);
-            if let Some(next) = former.replace(self.blocks.entry(previous)) {
-                self.pools[pool].index.remove(next);
-            }
+            self.unindex(previous);
             self.blocks.absorb_next(previous);
             id = previous;
         }
         let united = self.blocks.entry(id);
         let pool = &mut self.pools[pool];
-        match former {
-            Some(former) => pool.index.replace(former, united),
-            None => pool.index.insert(united),
-        }
+        pool.index.insert(united);
         let class = pool.class;
         self.stats.on_inactive_split(class, before, self.inactive_split(id));
         id

@@ -58,57 +58,60 @@ pub(crate) struct FreeIndex {
     classes: [u32; OCTAVES],
     /// The blocks of each class, in order.
     buckets: Vec<Bucket>,
-    len: usize,
 }
 
 impl Default for FreeIndex {
     fn default() -> Self {
-        Self { octaves: 0, classes: [0; OCTAVES], buckets: Vec::new(), len: 0 }
+        Self { octaves: 0, classes: [0; OCTAVES], buckets: Vec::new() }
     }
 }
 
 impl FreeIndex {
-    pub(crate) fn len(&self) -> usize {
-        self.len
-    }
-
+    #[inline]
     pub(crate) fn insert(&mut self, block: FreeBlock) {
-        self.insert_into(class_of(block.size), block);
+        let class = class_of(block.size);
+        if class >= self.buckets.len() {
+            self.extend_to(class);
+        }
+        self.buckets[class].insert(block);
+        let octave = class / CLASSES_PER_OCTAVE;
+        self.octaves |= 1 << octave;
+        self.classes[octave] |= 1 << (class % CLASSES_PER_OCTAVE);
     }
 
     /// Takes a block out that is in the set.
-    pub(crate) fn remove(&mut self, block: FreeBlock) {
-        self.remove_from(class_of(block.size), block);
-    }
-
-    /// Takes `old` out, which is in the set, and puts `new` in.
     #[inline]
-    pub(crate) fn replace(&mut self, old: FreeBlock, new: FreeBlock) {
-        let (from, to) = (class_of(old.size), class_of(new.size));
-        if from == to
-            && let Bucket::One(only) = &mut self.buckets[from]
-        {
-            debug_assert_eq!(*only, old, "the block is in the index");
-            *only = new;
-        } else {
-            self.remove_from(from, old);
-            self.insert_into(to, new);
+    pub(crate) fn remove(&mut self, block: FreeBlock) {
+        let class = class_of(block.size);
+        let bucket = &mut self.buckets[class];
+        bucket.remove(block);
+        if bucket.first.is_none() {
+            let octave = class / CLASSES_PER_OCTAVE;
+            self.classes[octave] &= !(1 << (class % CLASSES_PER_OCTAVE));
+            if self.classes[octave] == 0 {
+                self.octaves &= !(1 << octave);
+            }
         }
     }
 
     /// The smallest block of at least `size` bytes, and of those the one with the lowest address.
     #[inline]
     pub(crate) fn best_fit(&self, size: u64) -> Option<FreeBlock> {
-        let class = class_of(size);
-        let own = self.buckets.get(class).and_then(|bucket| bucket.first_where(|block| block.size >= size));
-        own.or_else(|| self.first_from_class(class + 1))
+        let own = class_of(size);
+        let class = self.class_from(own)?;
+        let bucket = &self.buckets[class];
+        if class == own {
+            bucket.first_where(|block| block.size >= size).or_else(|| self.first_from(own + 1))
+        } else {
+            bucket.first
+        }
     }
 
     /// The block that follows `block` in the order of the set.
     pub(crate) fn after(&self, block: FreeBlock) -> Option<FreeBlock> {
         let class = class_of(block.size);
         let own = self.buckets.get(class).and_then(|bucket| bucket.first_where(|other| *other > block));
-        own.or_else(|| self.first_from_class(class + 1))
+        own.or_else(|| self.first_from(class + 1))
     }
 
     /// The largest block, and of those the one with the highest address.
@@ -125,19 +128,8 @@ impl FreeIndex {
 
     /// All blocks, in order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = FreeBlock> + '_ {
-        self.buckets.iter().flat_map(Bucket::iter)
-    }
-
-    #[inline]
-    fn insert_into(&mut self, class: usize, block: FreeBlock) {
-        if class >= self.buckets.len() {
-            self.extend_to(class);
-        }
-        self.buckets[class].insert(block);
-        let octave = class / CLASSES_PER_OCTAVE;
-        self.octaves |= 1 << octave;
-        self.classes[octave] |= 1 << (class % CLASSES_PER_OCTAVE);
-        self.len += 1;
+        let classes = std::iter::successors(self.class_from(0), |class| self.class_from(class + 1));
+        classes.flat_map(|class| self.buckets[class].iter())
     }
 
     /// Makes room for blocks of the class.
@@ -146,22 +138,14 @@ impl FreeIndex {
         self.buckets.resize_with(class + 1, Bucket::default);
     }
 
-    #[inline]
-    fn remove_from(&mut self, class: usize, block: FreeBlock) {
-        let has_more = self.buckets[class].remove(block);
-        if !has_more {
-            let octave = class / CLASSES_PER_OCTAVE;
-            self.classes[octave] &= !(1 << (class % CLASSES_PER_OCTAVE));
-            if self.classes[octave] == 0 {
-                self.octaves &= !(1 << octave);
-            }
-        }
-        self.len -= 1;
+    /// The first block of the classes from `class` on.
+    fn first_from(&self, class: usize) -> Option<FreeBlock> {
+        self.buckets[self.class_from(class)?].first
     }
 
-    /// The first block of the first class from `class` on that holds one.
+    /// The first class from `class` on that holds a block.
     #[inline]
-    fn first_from_class(&self, class: usize) -> Option<FreeBlock> {
+    fn class_from(&self, class: usize) -> Option<usize> {
         let octave = class / CLASSES_PER_OCTAVE;
         let here = self.classes.get(octave)? & (u32::MAX << (class % CLASSES_PER_OCTAVE));
         let (octave, word) = if here != 0 {
@@ -174,7 +158,28 @@ impl FreeIndex {
             let octave = above.trailing_zeros() as usize;
             (octave, self.classes[octave])
         };
-        self.buckets[octave * CLASSES_PER_OCTAVE + word.trailing_zeros() as usize].first()
+        Some(octave * CLASSES_PER_OCTAVE + word.trailing_zeros() as usize)
+    }
+
+    /// The invariants that this module owns; the scan in [`check`](crate::check) calls it.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let octaves = self.classes.iter().rev().fold(0, |octaves, classes| octaves << 1 | u64::from(*classes != 0));
+        let marked: u32 = self.classes.iter().map(|classes| classes.count_ones()).sum();
+        let mut holding = 0;
+        for (class, bucket) in self.buckets.iter().enumerate() {
+            let Some(first) = bucket.iter().next() else { continue };
+            holding += 1;
+            if self.class_from(class) != Some(class) || bucket.first != Some(first) {
+                return Err(format!("class {class} holds a block and seems empty"));
+            }
+            if bucket.iter().any(|block| class_of(block.size) != class) {
+                return Err(format!("class {class} holds a block of another one"));
+            }
+        }
+        if (self.octaves, marked) != (octaves, holding) {
+            return Err(format!("{marked} classes are marked, of which {holding} hold a block"));
+        }
+        if self.iter().is_sorted() { Ok(()) } else { Err("blocks are out of order".to_owned()) }
     }
 }
 
@@ -182,59 +187,44 @@ impl FreeIndex {
 #[inline]
 fn class_of(size: u64) -> usize {
     let units = size / BLOCK_GRANULARITY;
-    let exponent = units.max(1).ilog2();
-    if exponent < OCTAVE_BITS {
-        units as usize
-    } else {
-        let octave = (exponent - OCTAVE_BITS + 1) as usize;
-        let within = (units >> (exponent - OCTAVE_BITS)) as usize % CLASSES_PER_OCTAVE;
-        octave * CLASSES_PER_OCTAVE + within
-    }
+    let octave = (units | CLASSES_PER_OCTAVE as u64).ilog2() - OCTAVE_BITS;
+    // What is left of the units has its uppermost bit at `CLASSES_PER_OCTAVE`, unless they are fewer.
+    octave as usize * CLASSES_PER_OCTAVE + (units >> octave) as usize
 }
 
 /// The blocks of one class, in order.
 #[derive(Debug, Default)]
-enum Bucket {
-    #[default]
-    Empty,
-    /// What nearly every bucket holds that holds anything: no search, and no memory elsewhere.
-    One(FreeBlock),
-    /// As many as there ever were; none, too, so that a bucket which often holds two keeps its memory.
-    Many(Runs),
+struct Bucket {
+    /// The first block, which nearly always is the only one: no search, and no memory elsewhere.
+    first: Option<FreeBlock>,
+    /// The others; none if there is no first one. Made when a class gets its second block, and kept from then on.
+    others: Option<Box<Runs>>,
 }
 
 impl Bucket {
     #[inline]
     fn insert(&mut self, block: FreeBlock) {
-        match self {
-            Self::Empty => *self = Self::One(block),
-            Self::One(only) => *self = Self::Many(Runs::of([block.min(*only), block.max(*only)])),
-            Self::Many(runs) => runs.insert(block),
+        match &mut self.first {
+            None => self.first = Some(block),
+            Some(first) => {
+                let (lower, upper) = if block < *first { (block, *first) } else { (*first, block) };
+                *first = lower;
+                self.others.get_or_insert_default().insert(upper);
+            }
         }
     }
 
-    /// Returns whether anything is left.
+    /// Takes a block out that is in the bucket.
     #[inline]
-    fn remove(&mut self, block: FreeBlock) -> bool {
-        match self {
-            Self::Empty => unreachable!("the block is in the index"),
-            Self::One(only) => {
-                debug_assert_eq!(*only, block, "the block is in the index");
-                *self = Self::Empty;
-                false
+    fn remove(&mut self, block: FreeBlock) {
+        if self.first.is_some_and(|first| first.id == block.id) {
+            debug_assert_eq!(self.first, Some(block), "the block is in the index");
+            self.first = None;
+            if let Some(others) = &mut self.others {
+                self.first = others.pop_first();
             }
-            Self::Many(runs) => {
-                runs.remove(block);
-                !runs.is_empty()
-            }
-        }
-    }
-
-    fn first(&self) -> Option<FreeBlock> {
-        match self {
-            Self::Empty => None,
-            Self::One(only) => Some(*only),
-            Self::Many(runs) => runs.iter().next(),
+        } else {
+            self.others.as_mut().expect("the block is in the index").remove(block);
         }
     }
 
@@ -245,25 +235,17 @@ impl Bucket {
     /// The first block for which `is_reached` holds, given that it holds for all after it.
     #[inline]
     fn first_where(&self, is_reached: impl Fn(&FreeBlock) -> bool) -> Option<FreeBlock> {
-        match self {
-            Self::Empty => None,
-            Self::One(only) => is_reached(only).then_some(*only),
-            Self::Many(runs) => runs.first_where(is_reached),
-        }
+        let first = self.first.filter(&is_reached);
+        first.or_else(|| self.others.as_ref()?.first_where(is_reached))
     }
 
     fn iter(&self) -> impl Iterator<Item = FreeBlock> + '_ {
-        let (one, many) = match self {
-            Self::Empty => (None, None),
-            Self::One(only) => (Some(*only), None),
-            Self::Many(runs) => (None, Some(runs)),
-        };
-        one.into_iter().chain(many.into_iter().flat_map(Runs::iter))
+        self.first.into_iter().chain(self.others.iter().flat_map(|others| others.iter()))
     }
 }
 
 /// Blocks in order, cut into runs so that no insertion moves more than one run.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Runs {
     /// The first run, which is nearly always the only one. Empty only if there is no other.
     head: Vec<FreeBlock>,
@@ -272,15 +254,6 @@ struct Runs {
 }
 
 impl Runs {
-    #[cold]
-    fn of(blocks: [FreeBlock; 2]) -> Self {
-        Self { head: blocks.to_vec(), tail: Vec::new() }
-    }
-
-    fn is_empty(&self) -> bool {
-        self.head.is_empty()
-    }
-
     fn iter(&self) -> impl Iterator<Item = FreeBlock> + '_ {
         self.head.iter().chain(self.tail.iter().flatten()).copied()
     }
@@ -311,7 +284,17 @@ impl Runs {
         let run = self.run_mut(number);
         let position = run.partition_point(|other| *other < block);
         debug_assert_eq!(run[position], block, "the block is in the index");
-        run.remove(position);
+        self.take(number, position);
+    }
+
+    fn pop_first(&mut self) -> Option<FreeBlock> {
+        if self.head.is_empty() { None } else { Some(self.take(0, 0)) }
+    }
+
+    /// Takes a block out of the run of this number.
+    fn take(&mut self, number: usize, position: usize) -> FreeBlock {
+        let run = self.run_mut(number);
+        let block = run.remove(position);
         if run.is_empty() && !self.tail.is_empty() {
             if number == 0 {
                 self.head = self.tail.remove(0);
@@ -319,6 +302,7 @@ impl Runs {
                 self.tail.remove(number - 1);
             }
         }
+        block
     }
 
     /// The number of the run that `block` belongs into: 0 for the head.
@@ -385,12 +369,13 @@ mod tests {
             }
             let grown = model.first().map(|entry| block(entry.size + 512, entry.address));
             if let Some(grown) = grown.filter(|grown| !model.contains(grown)) {
-                index.replace(model.pop_first().expect("seen above"), grown);
+                index.remove(model.pop_first().expect("seen above"));
+                index.insert(grown);
                 model.insert(grown);
             }
             let expected = model.iter().find(|entry| entry.size >= size).copied();
             assert_eq!(index.best_fit(size), expected);
-            assert_eq!((index.len(), index.largest()), (model.len(), model.last().copied()));
+            assert_eq!((index.check(), index.largest()), (Ok(()), model.last().copied()));
         }
         assert!(index.iter().eq(model.iter().copied()));
     }
