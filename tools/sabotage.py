@@ -155,8 +155,8 @@ FAULTS = (
     Fault(
         "keep the rest of a block instead of splitting it off",
         "device.rs",
-        "if self.is_worth_splitting(request, class, size - request.rounded) {",
-        "if self.is_worth_splitting(request, class, size - request.rounded) && false {",
+        "if pool.is_worth_splitting(request.rounded, whole.size - request.rounded, self.config.max_split_size) {",
+        "if false {",
     ),
     Fault(
         "take a failed query for the end of the work",
@@ -275,8 +275,8 @@ FAULTS = (
     Fault(
         "cut free blocks at the wrong end",
         "backing/moving.rs",
-        "mappings.are_whole(start, end - request.rounded) && !mappings.are_whole(start + request.rounded, end)",
-        "!mappings.are_whole(start, end - request.rounded) || mappings.are_whole(start + request.rounded, end)",
+        "mappings.are_whole(start, end - size) && !mappings.are_whole(start + size, end)",
+        "!mappings.are_whole(start, end - size) || mappings.are_whole(start + size, end)",
     ),
     Fault(
         "move memory although that is off",
@@ -346,8 +346,8 @@ FAULTS = (
     ),
     Fault(
         "cut a block that is to be handed out whole",
-        "device.rs",
-        "if !self.pools[request.pool].terms.may_split {",
+        "pool_set.rs",
+        "if !self.terms.may_split {",
         "if false {",
     ),
     Fault(

@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU32;
 
-use crate::{backing::SpanIx, event::StreamIx, last_use::LastUse, pool_set::PoolIx};
+use crate::{backing::SpanIx, event::StreamIx, last_use::LastUse, pool_set::PoolIx, stats::Pieces};
 
 /// A block's place in the [`BlockTable`](crate::block_table::BlockTable).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -95,5 +95,10 @@ impl Block {
     /// Whether the block is a piece of its span, and not the whole of it.
     pub(crate) fn is_split(&self) -> bool {
         self.previous.is_some() || self.next.is_some()
+    }
+
+    /// What torch counts as `inactive_split` of an idle block in a segment: all of it, if it is a piece.
+    pub(crate) fn free_pieces(&self) -> Pieces {
+        if self.is_split() { Pieces::one(self.size) } else { Pieces::default() }
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::{
     backing::{Span, SpanIx, SpanKind},
     block::{BlockId, BlockState},
-    config::Move,
+    config::{Move, Policy},
     device::DeviceState,
     id::DeviceId,
     pool::FreeBlock,
@@ -226,6 +226,9 @@ impl DeviceState {
                 let agrees = (block.size, block.address, block.pool) == (entry.size, entry.address, pool);
                 ensure!(agrees, "pool {pool:?}: the index has a stale entry {:#x}", entry.address);
             }
+            let terms = &self.pools[pool].terms;
+            let rules = if terms.origin.is_driver() { self.rules } else { Policy::Native };
+            ensure!(terms.rules == rules, "pool {pool:?} goes by {:?}, not by {rules:?}", terms.rules);
             if let Some(owner) = self.pools[pool].owner {
                 let (own, of_owner) = (&self.pools[pool].terms, &self.pools.private(owner).terms);
                 let agree = (own.may_split, own.moving) == (of_owner.may_split, of_owner.moving);

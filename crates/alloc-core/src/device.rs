@@ -5,7 +5,7 @@
 //! [`settle`](crate::settle) (events), [`backing`](crate::backing) (growth) and [`release`](crate::release).
 
 use crate::{
-    backing::SpanTable,
+    backing::{SpanTable, moving::cuts_end},
     block::{Block, BlockId, BlockState},
     block_table::BlockTable,
     config::{Config, Policy},
@@ -17,7 +17,7 @@ use crate::{
     plan::{ReleaseRun, Stray},
     pool::FreeBlock,
     pool_set::{PoolIx, PoolSet, PrivateIx},
-    size::{self, BLOCK_GRANULARITY, SMALL_REQUEST_MAX, SizeClass},
+    size::{self, SizeClass},
     stale::StaleTable,
     stats::{Pieces, Stats, Weight, is_oversize},
 };
@@ -82,14 +82,15 @@ pub(crate) struct DeviceState {
 
 impl DeviceState {
     pub(crate) fn new(id: DeviceId, capabilities: Capabilities, config: &Config, recording: Option<Recording>) -> Self {
+        let rules = if capabilities.virtual_memory { config.policy } else { Policy::Native };
         let mut state = Self {
             id,
-            rules: if capabilities.virtual_memory { config.policy } else { Policy::Native },
+            rules,
             limit: u64::MAX,
             fraction: 1.0,
             access: vec![id],
             blocks: BlockTable::default(),
-            pools: PoolSet::default(),
+            pools: PoolSet::new(rules),
             spans: SpanTable::default(),
             streams: StreamTable::default(),
             pins: PinTable::default(),
@@ -187,25 +188,30 @@ impl DeviceState {
 
     #[inline]
     fn hand_out_whole(&mut self, whole: FreeBlock, request: &Request, guest: Option<StreamIx>) -> DevicePtr {
-        let class = self.pools[request.pool].class;
-        let before = self.inactive_split(whole.id);
+        let pool = &mut self.pools[request.pool];
+        let (class, is_paged) = (pool.class, pool.terms.is_paged());
+        let before = if is_paged { Pieces::default() } else { self.blocks[whole.id].free_pieces() };
         let mut after = Pieces::default();
         let (mut id, mut size) = (whole.id, whole.size);
-        self.pools[request.pool].index.remove(whole);
-        if self.is_worth_splitting(request, class, size - request.rounded) {
+        pool.index.remove(whole);
+        if pool.is_worth_splitting(request.rounded, whole.size - request.rounded, self.config.max_split_size) {
             size = request.rounded;
-            let rest;
-            if self.cuts_end(whole, request, class) {
-                rest = FreeBlock { size: whole.size - size, ..whole };
-                id = self.blocks.split(rest.id, rest.size);
+            let rest_size = whole.size - size;
+            let cuts_end =
+                pool.keeps_handles_whole() && cuts_end(self.spans[self.blocks[id].span].mappings(), whole, size);
+            let back = self.blocks.split(id, if cuts_end { rest_size } else { size });
+            let rest = if cuts_end {
+                id = back;
+                FreeBlock { size: rest_size, ..whole }
             } else {
-                let end = self.blocks.split(id, size);
-                rest = FreeBlock { size: whole.size - size, address: whole.address + size, id: end };
-            }
-            self.pools[request.pool].index.insert(rest);
-            after = self.inactive_split(rest.id);
+                FreeBlock { size: rest_size, address: whole.address + size, id: back }
+            };
+            pool.index.insert(rest);
+            after = Pieces::one(rest.size);
         }
-        self.stats.on_inactive_split(class, before, after);
+        if !is_paged {
+            self.stats.on_inactive_split(class, before, after);
+        }
         self.occupy(id, Weight { class, size, requested: request.requested }, guest)
     }
 
@@ -224,16 +230,6 @@ impl DeviceState {
         self.stats.on_allocated(weight, is_oversize(weight.size, self.config.max_split_size));
         self.record_use(Action::Alloc, id, weight.requested);
         DevicePtr(address)
-    }
-
-    fn is_worth_splitting(&self, request: &Request, class: SizeClass, rest: u64) -> bool {
-        if !self.pools[request.pool].terms.may_split {
-            false
-        } else if class == SizeClass::Small || self.is_paged(request.pool) {
-            rest >= BLOCK_GRANULARITY
-        } else {
-            !is_oversize(request.rounded, self.config.max_split_size) && rest > SMALL_REQUEST_MAX
-        }
     }
 
     /// The program no longer holds `address`, whatever else it says about it.
@@ -345,13 +341,13 @@ impl DeviceState {
         let Block { state, pool, next, previous, .. } = self.blocks[id];
         let mut before = Pieces::default();
         if let Some(next) = next.filter(|next| self.blocks[*next].state == state) {
-            before += self.inactive_split(next);
+            before += Pieces::one(self.blocks[next].size);
             self.unindex(next);
             self.blocks.absorb_next(id);
         }
         let mut id = id;
         if let Some(previous) = previous.filter(|previous| self.blocks[*previous].state == state) {
-            before += self.inactive_split(previous);
+            before += Pieces::one(self.blocks[previous].size);
             self.unindex(previous);
             self.blocks.absorb_next(previous);
             id = previous;
@@ -359,8 +355,9 @@ impl DeviceState {
         let united = self.blocks.entry(id);
         let pool = &mut self.pools[pool];
         pool.index.insert(united);
-        let class = pool.class;
-        self.stats.on_inactive_split(class, before, self.inactive_split(id));
+        if !pool.terms.is_paged() {
+            self.stats.on_inactive_split(pool.class, before, self.blocks[id].free_pieces());
+        }
         id
     }
 
@@ -379,11 +376,7 @@ impl DeviceState {
     /// What torch counts as `inactive_split` of an idle block: all of it, if it is a piece of a segment.
     pub(crate) fn inactive_split(&self, id: BlockId) -> Pieces {
         let block = &self.blocks[id];
-        if block.is_split() && !self.is_paged(block.pool) {
-            Pieces { blocks: 1, bytes: block.size }
-        } else {
-            Pieces::default()
-        }
+        if self.is_paged(block.pool) { Pieces::default() } else { block.free_pieces() }
     }
 
     pub(crate) fn class(&self, id: BlockId) -> SizeClass {

@@ -325,7 +325,7 @@ impl DeviceState {
     }
 
     fn plan_growth(&mut self, request: &Request) -> Option<Plan> {
-        match self.rules_of(request.pool) {
+        match self.pools[request.pool].terms.rules {
             Policy::Native => self.plan_obtain(request),
             Policy::Expandable => self.plan_map(request),
             Policy::Rallocator => self.plan_move(request, Lenders::Ordered, Growth::ToLimit),

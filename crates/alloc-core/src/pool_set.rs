@@ -10,13 +10,13 @@ use std::{
 
 use crate::{
     block::{BlockId, BlockState},
-    config::Move,
+    config::{Move, Policy},
     event::StreamIx,
     id::PoolId,
     pool::FreeIndex,
-    size::SizeClass,
+    size::{BLOCK_GRANULARITY, SMALL_REQUEST_MAX, SizeClass},
     source::{Origin, SourceError},
-    stats::Family,
+    stats::{Family, is_oversize},
 };
 
 /// A pool's place in the [`PoolSet`].
@@ -32,15 +32,24 @@ pub(crate) struct PrivateIx(pub(crate) u32);
 pub(crate) struct Terms {
     /// Where segments come from. The driver's pools may have ranges instead.
     pub(crate) origin: Origin,
+    /// The rules by which its memory comes: the device's, or those of segments where it has a source of its own.
+    pub(crate) rules: Policy,
     /// Whether a block may be cut to serve a smaller request.
     pub(crate) may_split: bool,
     /// Whether memory may change its address, as far as the settings let it.
     pub(crate) moving: Move,
 }
 
-impl Default for Terms {
-    fn default() -> Self {
-        Self { origin: Origin::Driver, may_split: true, moving: Move::On }
+impl Terms {
+    /// What holds for memory from there, on a device with these rules, as long as nothing else is said.
+    fn new(origin: Origin, rules: Policy) -> Self {
+        let rules = if origin.is_driver() { rules } else { Policy::Native };
+        Self { origin, rules, may_split: true, moving: Move::On }
+    }
+
+    /// Whether memory comes from address ranges; else it comes from segments.
+    pub(crate) fn is_paged(&self) -> bool {
+        self.rules != Policy::Native
     }
 }
 
@@ -63,6 +72,24 @@ pub(crate) struct Pool {
     pub(crate) climbers: usize,
     /// Its owner's, here too, so that the cached path need not look the owner up.
     pub(crate) terms: Terms,
+}
+
+impl Pool {
+    /// Whether a block that serves `rounded` bytes is cut if it has `rest` bytes more.
+    pub(crate) fn is_worth_splitting(&self, rounded: u64, rest: u64, max_split_size: Option<u64>) -> bool {
+        if !self.terms.may_split {
+            false
+        } else if self.class == SizeClass::Small || self.terms.is_paged() {
+            rest >= BLOCK_GRANULARITY
+        } else {
+            !is_oversize(rounded, max_split_size) && rest > SMALL_REQUEST_MAX
+        }
+    }
+
+    /// Whether it matters which of a free block's handles are whole: those can move.
+    pub(crate) fn keeps_handles_whole(&self) -> bool {
+        self.terms.rules == Policy::Rallocator && self.class == SizeClass::Large
+    }
 }
 
 /// Whether a private pool's memory may be handed out.
@@ -101,7 +128,7 @@ pub(crate) struct PrivatePool {
 
 impl PrivatePool {
     /// A pool with one user and no memory.
-    fn new(id: PoolId, origin: Origin) -> Self {
+    fn new(id: PoolId, terms: Terms) -> Self {
         Self {
             id,
             state: PrivateState::Live { users: 1 },
@@ -110,7 +137,7 @@ impl PrivatePool {
             open: 0,
             is_silent: false,
             serves_when_out: false,
-            terms: Terms { origin, ..Terms::default() },
+            terms,
         }
     }
 
@@ -124,8 +151,10 @@ impl PrivatePool {
 }
 
 /// See the [module](self).
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct PoolSet {
+    /// The device's.
+    rules: Policy,
     pools: Vec<Option<Pool>>,
     /// The default pools of each stream, by size class.
     defaults: Vec<[Option<PoolIx>; 2]>,
@@ -135,6 +164,11 @@ pub(crate) struct PoolSet {
 }
 
 impl PoolSet {
+    /// No pools, on a device with these rules.
+    pub(crate) fn new(rules: Policy) -> Self {
+        Self { rules, pools: Vec::new(), defaults: Vec::new(), privates: Vec::new(), releases: 0 }
+    }
+
     /// The pool for requests on `stream`, made if it is the first.
     #[inline]
     pub(crate) fn of(&mut self, owner: Option<PrivateIx>, stream: StreamIx, class: SizeClass) -> PoolIx {
@@ -184,7 +218,7 @@ impl PoolSet {
             spans: 0,
             requests: 0,
             climbers: 0,
-            terms: Terms::default(),
+            terms: Terms::new(Origin::Driver, self.rules),
         };
         PoolIx(place(&mut self.pools, pool))
     }
@@ -236,7 +270,7 @@ impl PoolSet {
             }
             return private;
         }
-        PrivateIx(place(&mut self.privates, PrivatePool::new(id, Origin::Driver)))
+        PrivateIx(place(&mut self.privates, PrivatePool::new(id, Terms::new(Origin::Driver, self.rules))))
     }
 
     /// Creates a private pool whose segments come from elsewhere.
@@ -247,7 +281,7 @@ impl PoolSet {
     pub(crate) fn create_from(&mut self, id: PoolId, origin: Origin) -> Result<PrivateIx, SourceError> {
         match self.find_live(id) {
             Some(_) => Err(SourceError::PoolExists { pool: id }),
-            None => Ok(PrivateIx(place(&mut self.privates, PrivatePool::new(id, origin)))),
+            None => Ok(PrivateIx(place(&mut self.privates, PrivatePool::new(id, Terms::new(origin, self.rules))))),
         }
     }
 
@@ -418,7 +452,7 @@ mod tests {
 
     #[test]
     fn pool_is_made_once_for_each_stream_and_class() {
-        let mut set = PoolSet::default();
+        let mut set = PoolSet::new(Policy::Native);
         let small = set.of(None, StreamIx(1), SizeClass::Small);
         assert_eq!(set.of(None, StreamIx(1), SizeClass::Small), small);
         assert_ne!(set.of(None, StreamIx(1), SizeClass::Large), small);
@@ -427,7 +461,7 @@ mod tests {
 
     #[test]
     fn released_pool_is_not_revived_by_a_begin_with_its_name() {
-        let mut set = PoolSet::default();
+        let mut set = PoolSet::new(Policy::Native);
         let first = set.begin(PoolId(1, 0));
         let pool = set.of(Some(first), StreamIx(0), SizeClass::Small);
         set[pool].spans = 1;
@@ -439,7 +473,7 @@ mod tests {
 
     #[test]
     fn every_begin_wants_its_release() {
-        let mut set = PoolSet::default();
+        let mut set = PoolSet::new(Policy::Native);
         let private = set.begin(PoolId(1, 0));
         assert_eq!(set.begin(PoolId(1, 0)), private);
         assert!(!set.release(private));

@@ -131,6 +131,13 @@ pub(crate) struct Pieces {
     pub(crate) bytes: u64,
 }
 
+impl Pieces {
+    /// One piece of so many bytes.
+    pub(crate) fn one(bytes: u64) -> Self {
+        Self { blocks: 1, bytes }
+    }
+}
+
 impl AddAssign for Pieces {
     fn add_assign(&mut self, other: Self) {
         self.blocks += other.blocks;

@@ -84,7 +84,7 @@ impl<D: Driver> Allocator<D> {
         let mut state = self.devices.get(device).ok_or(no_such_pool)?.fast()?;
         let private = state.pools.find_live(pool).ok_or(no_such_pool)?;
         let terms = &state.pools.private(private).terms;
-        if moving == Move::Contiguous && state.rules_under(terms) == Policy::Expandable {
+        if moving == Move::Contiguous && terms.rules == Policy::Expandable {
             return Err(MoveError::PolicyPutsTogether.into());
         }
         if moving > state.moving_under(terms) && state.pools.has_memory(private) {

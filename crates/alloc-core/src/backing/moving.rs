@@ -17,7 +17,7 @@ use rustc_hash::FxHashSet;
 use crate::{
     backing::{
         gap::{Donors, Gap, Means, Piece},
-        mapping::Mapping,
+        mapping::{Mapping, Mappings},
     },
     block::{BlockId, BlockState},
     config::{CrossStreamReuse, Move, Policy},
@@ -159,7 +159,7 @@ impl DeviceState {
 
     /// As [`moving_of`](Self::moving_of), of a pool with these terms.
     pub(crate) fn moving_under(&self, terms: &Terms) -> Move {
-        match self.rules_under(terms) {
+        match terms.rules {
             Policy::Native => Move::Contiguous,
             Policy::Expandable => Move::Off,
             Policy::Rallocator => self.config.moving.max(terms.moving),
@@ -335,20 +335,6 @@ impl DeviceState {
         claimed
     }
 
-    /// Whether a request is cut from the end of a free block and not from its start: only then are all handles of what is
-    /// left whole, so that they can move.
-    ///
-    /// Else from the start, also where less would be left in handles used in part: the neighbour there is most often the
-    /// younger one, so blocks that are freed in the order in which they came leave one gap, and not many.
-    pub(crate) fn cuts_end(&self, whole: FreeBlock, request: &Request, class: SizeClass) -> bool {
-        if self.rules_of(request.pool) != Policy::Rallocator || class == SizeClass::Small {
-            return false;
-        }
-        let mappings = self.spans[self.blocks[whole.id].span].mappings();
-        let (start, end) = (whole.address, whole.address + whole.size);
-        mappings.are_whole(start, end - request.rounded) && !mappings.are_whole(start + request.rounded, end)
-    }
-
     /// The size of new handles for a gap of `missing` bytes.
     fn new_handle_size(&self, class: SizeClass, missing: u64) -> u64 {
         let size = match class {
@@ -361,4 +347,14 @@ impl DeviceState {
         };
         self.whole_granules(size.max(1))
     }
+}
+
+/// Whether `size` bytes are cut from the end of a free block and not from its start: only then are all handles of what is
+/// left whole, so that they can move.
+///
+/// Else from the start, also where less would be left in handles used in part: the neighbour there is most often the
+/// younger one, so blocks that are freed in the order in which they came leave one gap, and not many.
+pub(crate) fn cuts_end(mappings: &Mappings, whole: FreeBlock, size: u64) -> bool {
+    let (start, end) = (whole.address, whole.address + whole.size);
+    mappings.are_whole(start, end - size) && !mappings.are_whole(start + size, end)
 }

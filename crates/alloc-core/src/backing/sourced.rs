@@ -8,33 +8,20 @@
 use crate::{
     backing::{Span, SpanKind},
     block::BlockId,
-    config::Policy,
     device::DeviceState,
     history::Action,
     id::{DevicePtr, PoolId},
     plan::{Departure, Obtain, Plan, User},
-    pool_set::{PoolIx, Terms},
+    pool_set::PoolIx,
     size::BLOCK_GRANULARITY,
     source::{Origin, SourceFailed},
     stats::is_oversize,
 };
 
 impl DeviceState {
-    /// The rules by which a pool gets its memory: the device's, unless it has a source of its own.
-    #[inline]
-    pub(crate) fn rules_of(&self, pool: PoolIx) -> Policy {
-        self.rules_under(&self.pools[pool].terms)
-    }
-
-    /// As [`rules_of`](Self::rules_of), of a pool with these terms.
-    pub(crate) fn rules_under(&self, terms: &Terms) -> Policy {
-        if terms.origin.is_driver() { self.rules } else { Policy::Native }
-    }
-
     /// Whether the pool's memory comes from address ranges; else it comes from segments.
-    #[inline]
     pub(crate) fn is_paged(&self, pool: PoolIx) -> bool {
-        self.rules_of(pool) != Policy::Native
+        self.pools[pool].terms.is_paged()
     }
 
     /// Whether the pool's segments come from a source of its own.
