@@ -76,9 +76,9 @@ FAULTS = (
     ),
     Fault(
         "drop a merge with the block before",
-        "device.rs",
-        "if let Some(previous) = previous.filter(|previous| self.blocks[*previous].state == state) {",
-        "if let Some(previous) = previous.filter(|_| false) {",
+        "block_table.rs",
+        "block.previous.filter(|previous| self[*previous].state == block.state)?;",
+        "block.previous.filter(|_| false)?;",
     ),
     Fault(
         "lose the last use of a merged block",
@@ -89,8 +89,8 @@ FAULTS = (
     Fault(
         "lose the last use of a split block's rest",
         "block_table.rs",
-        "last_use: front.last_use.clone(),",
-        "last_use: LastUse::default(),",
+        "rest.last_use.clone_from(&front.last_use);",
+        "rest.last_use.clear();",
     ),
     Fault(
         "lose an event whose record fails",

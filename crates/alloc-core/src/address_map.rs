@@ -122,7 +122,7 @@ mod tests {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             // Few addresses, so that most of them come and go often.
             let address = 512 * (1 + (random >> 33) % 1000);
-            let id = BlockId::from_index(step);
+            let id = BlockId::from_index(step + 1);
             if model.remove(&address).is_some() {
                 table.remove(address);
             } else {

@@ -11,14 +11,15 @@ pub(crate) struct BlockId(NonZeroU32);
 impl BlockId {
     /// # Panics
     ///
-    /// If there are 2³² blocks, which at 512 bytes each is more than any device holds.
+    /// If the index is 0, where no block stands; or if there are 2³² blocks, which at 512 bytes each is more than any
+    /// device holds.
     pub(crate) fn from_index(index: usize) -> Self {
-        let number = u32::try_from(index + 1).expect("blocks of at least 512 bytes fit into 32 bits");
-        Self(NonZeroU32::new(number).expect("index + 1 is not zero"))
+        let number = u32::try_from(index).expect("blocks of at least 512 bytes fit into 32 bits");
+        Self(NonZeroU32::new(number).expect("no block stands at index 0"))
     }
 
     pub(crate) fn index(self) -> usize {
-        self.0.get() as usize - 1
+        self.0.get() as usize
     }
 }
 
@@ -87,6 +88,28 @@ pub(crate) struct Block {
 }
 
 impl Block {
+    /// A block that nobody has used, and that has no neighbours.
+    pub(crate) fn new(address: u64, size: u64, span: SpanIx, pool: PoolIx, state: BlockState) -> Self {
+        Self {
+            address,
+            size,
+            requested: 0,
+            previous: None,
+            next: None,
+            span,
+            pool,
+            state,
+            idle_since: 0,
+            guest_of: None,
+            last_use: LastUse::default(),
+        }
+    }
+
+    /// What stands where there is no block.
+    pub(crate) fn nothing() -> Self {
+        Self::new(0, 0, SpanIx(0), PoolIx(0), BlockState::Unmapped)
+    }
+
     /// The first address after the block.
     pub(crate) fn end(&self) -> u64 {
         self.address + self.size

@@ -10,20 +10,27 @@ use crate::{
     address_map::AddressMap,
     backing::SpanIx,
     block::{Block, BlockId, BlockState},
-    last_use::LastUse,
     pool::FreeBlock,
     pool_set::PoolIx,
 };
 
 /// See the [module](self).
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct BlockTable {
+    /// By id. The first one is none, since no id is 0.
     blocks: Vec<Block>,
-    /// Slots of `blocks` that hold no block; they are not in `by_address`.
-    vacant: Vec<BlockId>,
+    /// The slot of `blocks` that was vacated last. Each vacant one names the one before as its `next`; none of them is in
+    /// `by_address`.
+    vacant: Option<BlockId>,
     /// Every block by its first address, in whatever state, so that a cached pair of malloc and free changes nothing
     /// here: only a split adds an entry, and only a merge removes one.
     by_address: AddressMap,
+}
+
+impl Default for BlockTable {
+    fn default() -> Self {
+        Self { blocks: vec![Block::nothing()], vacant: None, by_address: AddressMap::default() }
+    }
 }
 
 impl BlockTable {
@@ -44,93 +51,102 @@ impl BlockTable {
 
     /// A block that covers a whole span.
     pub(crate) fn insert(&mut self, address: u64, size: u64, span: SpanIx, pool: PoolIx, state: BlockState) -> BlockId {
-        self.place(Block {
-            address,
-            size,
-            requested: 0,
-            previous: None,
-            next: None,
-            span,
-            pool,
-            state,
-            idle_since: 0,
-            guest_of: None,
-            last_use: LastUse::default(),
-        })
+        let id = self.take_slot();
+        self[id] = Block::new(address, size, span, pool, state);
+        self.by_address.insert(address, id);
+        id
     }
 
     /// Removes the only block of its span.
     pub(crate) fn remove(&mut self, id: BlockId) {
         debug_assert!(!self[id].is_split(), "a span is given back whole");
-        self.vacate(id);
+        self.by_address.remove(self[id].address);
+        self[id].next = self.vacant.replace(id);
     }
 
     /// Cuts a block after `size` bytes; `id` keeps the front, and the rest gets all else that the block had.
     #[inline]
     pub(crate) fn split(&mut self, id: BlockId, size: u64) -> BlockId {
-        let front = &self[id];
+        let rest_id = self.take_slot();
+        let both = self.blocks.get_disjoint_mut([id.index(), rest_id.index()]);
+        let [front, rest] = both.expect("a block stands in no vacant slot");
         debug_assert!(0 < size && size < front.size, "both parts must be something");
-        let rest = Block {
-            address: front.address + size,
-            size: front.size - size,
-            requested: 0,
-            previous: Some(id),
-            next: front.next,
-            span: front.span,
-            pool: front.pool,
-            state: front.state,
-            idle_since: front.idle_since,
-            guest_of: None,
-            last_use: front.last_use.clone(),
-        };
         let after = front.next;
-        let rest = self.place(rest);
-        self[id].size = size;
-        self[id].next = Some(rest);
+        rest.address = front.address + size;
+        rest.size = front.size - size;
+        rest.previous = Some(id);
+        rest.next = after;
+        rest.span = front.span;
+        rest.pool = front.pool;
+        rest.state = front.state;
+        rest.requested = 0;
+        rest.idle_since = front.idle_since;
+        rest.guest_of = None;
+        rest.last_use.clone_from(&front.last_use);
+        front.size = size;
+        front.next = Some(rest_id);
+        self.by_address.insert(rest.address, rest_id);
         if let Some(after) = after {
-            self[after].previous = Some(rest);
+            self[after].previous = Some(rest_id);
         }
-        rest
+        rest_id
+    }
+
+    /// Unites a block with the one after it, if that one is in the same state. Returns what the other was.
+    #[inline]
+    pub(crate) fn unite_with_next(&mut self, id: BlockId) -> Option<FreeBlock> {
+        let block = &self[id];
+        let next = block.next.filter(|next| self[*next].state == block.state)?;
+        let absorbed = self.entry(next);
+        self.absorb(id, next);
+        Some(absorbed)
+    }
+
+    /// Unites a block with the one before it, if that one is in the same state, and keeps its id. Returns what it was.
+    #[inline]
+    pub(crate) fn unite_with_previous(&mut self, id: BlockId) -> Option<FreeBlock> {
+        let block = &self[id];
+        let previous = block.previous.filter(|previous| self[*previous].state == block.state)?;
+        let former = self.entry(previous);
+        self.absorb(previous, id);
+        Some(former)
     }
 
     /// Makes a block and the one after it one block, which keeps `id`, its state and the uses of both.
-    #[inline]
     pub(crate) fn absorb_next(&mut self, id: BlockId) {
         let next = self[id].next.expect("the caller saw the next block");
+        self.absorb(id, next);
+    }
+
+    #[inline]
+    fn absorb(&mut self, id: BlockId, next: BlockId) {
         let both = self.blocks.get_disjoint_mut([id.index(), next.index()]);
         let [block, absorbed] = both.expect("a block is not its own neighbour");
         debug_assert_eq!(block.end(), absorbed.address, "neighbours touch");
+        let after = absorbed.next;
         block.size += absorbed.size;
-        block.next = absorbed.next;
+        block.next = after;
         block.idle_since = block.idle_since.max(absorbed.idle_since);
         block.last_use.unite(&absorbed.last_use);
-        let after = absorbed.next;
-        self.vacate(next);
+        self.by_address.remove(absorbed.address);
+        absorbed.next = self.vacant.replace(next);
         if let Some(after) = after {
             self[after].previous = Some(id);
         }
     }
 
+    /// A slot for a block, whose fields are anything.
     #[inline]
-    fn place(&mut self, block: Block) -> BlockId {
-        let address = block.address;
-        let id = if let Some(id) = self.vacant.pop() {
-            self[id] = block;
-            id
-        } else {
-            self.blocks.push(block);
-            BlockId::from_index(self.blocks.len() - 1)
-        };
-        self.by_address.insert(address, id);
+    fn take_slot(&mut self) -> BlockId {
+        let Some(id) = self.vacant else { return self.add_slot() };
+        self.vacant = self[id].next;
         id
     }
 
-    #[inline]
-    fn vacate(&mut self, id: BlockId) {
-        let block = &mut self.blocks[id.index()];
-        block.last_use.clear();
-        self.by_address.remove(block.address);
-        self.vacant.push(id);
+    #[cold]
+    fn add_slot(&mut self) -> BlockId {
+        self.blocks.push(Block::nothing());
+        BlockId::from_index(self.blocks.len() - 1)
     }
 }
 

@@ -6,7 +6,7 @@
 
 use crate::{
     backing::{SpanTable, moving::cuts_end},
-    block::{Block, BlockId, BlockState},
+    block::{BlockId, BlockState},
     block_table::BlockTable,
     config::{Config, Policy},
     driver::Capabilities,
@@ -338,27 +338,25 @@ impl DeviceState {
     /// Unites an idle block, which is in no index, with its idle neighbours, and puts the result into the index.
     #[inline]
     pub(crate) fn coalesce_and_index(&mut self, id: BlockId) -> BlockId {
-        let Block { state, pool, next, previous, .. } = self.blocks[id];
-        let mut before = Pieces::default();
-        if let Some(next) = next.filter(|next| self.blocks[*next].state == state) {
-            before += Pieces::one(self.blocks[next].size);
-            self.unindex(next);
-            self.blocks.absorb_next(id);
+        let size = self.blocks[id].size;
+        let next = self.blocks.unite_with_next(id);
+        let previous = self.blocks.unite_with_previous(id);
+        let united = self.blocks.entry(previous.map_or(id, |previous| previous.id));
+        let pool = &mut self.pools[self.blocks[united.id].pool];
+        if let Some(next) = next {
+            pool.index.remove(next);
         }
-        let mut id = id;
-        if let Some(previous) = previous.filter(|previous| self.blocks[*previous].state == state) {
-            before += Pieces::one(self.blocks[previous].size);
-            self.unindex(previous);
-            self.blocks.absorb_next(previous);
-            id = previous;
+        if let Some(previous) = previous {
+            pool.index.remove(previous);
         }
-        let united = self.blocks.entry(id);
-        let pool = &mut self.pools[pool];
         pool.index.insert(united);
         if !pool.terms.is_paged() {
-            self.stats.on_inactive_split(pool.class, before, self.blocks[id].free_pieces());
+            // A neighbour was a piece in any case: it touched this block.
+            let neighbours = u64::from(previous.is_some()) + u64::from(next.is_some());
+            let before = Pieces { blocks: neighbours, bytes: united.size - size };
+            self.stats.on_inactive_split(pool.class, before, self.blocks[united.id].free_pieces());
         }
-        id
+        united.id
     }
 
     /// Puts an idle block into its pool's index.

@@ -19,11 +19,18 @@ pub(crate) struct LastUse {
     others: Vec<(StreamIx, Epoch)>,
 }
 
-/// Every split copies a set, nearly always of one entry, for which a list's own way is slow.
 impl Clone for LastUse {
     fn clone(&self) -> Self {
-        let others = if self.others.is_empty() { Vec::new() } else { self.others.clone() };
-        Self { others, ..*self }
+        Self { others: self.others.clone(), ..*self }
+    }
+
+    /// Every split copies a set, nearly always of one entry, for which a list's own way is slow.
+    fn clone_from(&mut self, source: &Self) {
+        (self.is_used, self.stream, self.epoch) = (source.is_used, source.stream, source.epoch);
+        self.others.clear();
+        if !source.others.is_empty() {
+            self.others.extend_from_slice(&source.others);
+        }
     }
 }
 

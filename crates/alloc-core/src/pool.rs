@@ -322,7 +322,7 @@ mod tests {
     use super::*;
 
     fn block(size: u64, address: u64) -> FreeBlock {
-        FreeBlock { size, address, id: BlockId::from_index(address as usize / 512) }
+        FreeBlock { size, address, id: BlockId::from_index(1 + address as usize / 512) }
     }
 
     #[test]

@@ -12,7 +12,7 @@ fn table() -> (StreamTable, StreamIx) {
 }
 
 fn block(number: usize) -> BlockId {
-    BlockId::from_index(number)
+    BlockId::from_index(number + 1)
 }
 
 #[test]
