@@ -24,7 +24,7 @@ pub use tracking::{Tracked, Tracker};
 
 use crate::{
     config::Config,
-    device::{DeviceState, Freed},
+    device::{DeviceState, Freed, Request},
     driver::Driver,
     error::AllocError,
     event::{Closing, StreamIx, StreamKey},
@@ -189,9 +189,20 @@ impl<D: Driver> Allocator<D> {
         }
         let owner = pool.and_then(|pool| state.pools.find_live(pool));
         let request = state.request(size, stream, owner);
-        if let Some(address) = state.malloc(&request) {
-            return Ok(Some(address));
+        match state.malloc(&request) {
+            Some(address) => Ok(Some(address)),
+            None => self.malloc_uncached(device, state, request).map(Some),
         }
+    }
+
+    /// Serves a request for which no free block is found.
+    #[cold]
+    fn malloc_uncached(
+        &self,
+        device: &Device,
+        mut state: MutexGuard<'_, DeviceState>,
+        request: Request,
+    ) -> Result<DevicePtr, AllocError> {
         state.pools[request.pool].climbers += 1;
         drop(state);
         let mut climb = Climb { device, ladder: Ladder::new(request) };
@@ -201,7 +212,7 @@ impl<D: Driver> Allocator<D> {
         }
         drop(climb);
         self.drop_unused_sources();
-        result.map(Some)
+        result
     }
 
     /// Climbs the ladder until the request is served or nothing is left to try.

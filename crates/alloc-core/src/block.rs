@@ -115,6 +115,16 @@ impl Block {
         self.address + self.size
     }
 
+    /// The program has the block no longer, and nobody but its own stream can still be using it. `now` is by the pool's
+    /// count of requests.
+    pub(crate) fn turn_idle(&mut self, state: BlockState, now: u64) {
+        debug_assert!(state.is_idle(), "{state:?} is no state of idle memory");
+        self.state = state;
+        self.requested = 0;
+        self.guest_of = None;
+        self.idle_since = now;
+    }
+
     /// Whether the block is a piece of its span, and not the whole of it.
     pub(crate) fn is_split(&self) -> bool {
         self.previous.is_some() || self.next.is_some()

@@ -240,20 +240,22 @@ impl DeviceState {
             return Freed::NotHeld;
         }
         let pool = &self.pools[block.pool];
-        let own = pool.stream;
+        let (own, now, idle) = (pool.stream, pool.requests, self.pools.idle_state(block.pool));
+        let weight = Weight { class: pool.class, size: block.size, requested: block.requested };
         let is_own_alone = block.last_use.is_empty();
         if is_own_alone {
             block.last_use.set(own, self.streams.current_epoch(own));
+            block.turn_idle(idle, now);
         }
-        let weight = Weight { class: pool.class, size: block.size, requested: block.requested };
         self.stats.on_free_requested(weight, is_oversize(weight.size, self.config.max_split_size));
         self.record_use(Action::FreeRequested, id, weight.requested);
-        if is_own_alone {
-            self.turn_idle(id, weight);
-            Freed::Done
-        } else {
-            self.make_pending(id, own)
+        if !is_own_alone {
+            return self.make_pending(id, own);
         }
+        self.stats.on_idle(weight);
+        self.record_use(Action::FreeCompleted, id, weight.requested);
+        self.coalesce_and_index(id);
+        Freed::Done
     }
 
     /// The program used the block on other streams than its own: it waits for each of them that is not over for good.
@@ -306,28 +308,17 @@ impl DeviceState {
 
     /// Nobody but the block's own stream can still be using it.
     pub(crate) fn make_idle(&mut self, id: BlockId) {
-        let own = self.pools[self.blocks[id].pool].stream;
-        self.blocks[id].last_use.keep_only(own);
-        self.turn_idle(id, self.weight(id));
-    }
-
-    /// As [`make_idle`](Self::make_idle), of a block that its own stream alone has used.
-    #[inline]
-    fn turn_idle(&mut self, id: BlockId, weight: Weight) {
-        self.count_free_completed(id, weight);
+        self.on_free_completed(id);
         let block = &mut self.blocks[id];
-        block.idle_since = self.pools[block.pool].requests;
-        block.state = self.pools.idle_state(block.pool);
+        let pool = &self.pools[block.pool];
+        block.last_use.keep_only(pool.stream);
+        block.turn_idle(self.pools.idle_state(block.pool), pool.requests);
         self.coalesce_and_index(id);
     }
 
     /// Counts a block that the program freed as reusable.
     pub(crate) fn on_free_completed(&mut self, id: BlockId) {
-        self.count_free_completed(id, self.weight(id));
-    }
-
-    #[inline]
-    fn count_free_completed(&mut self, id: BlockId, weight: Weight) {
+        let weight = self.weight(id);
         self.stats.on_idle(weight);
         self.record_use(Action::FreeCompleted, id, weight.requested);
         let block = &mut self.blocks[id];
@@ -394,17 +385,22 @@ impl DeviceState {
         }
     }
 
-    /// Adds an event about the use of a block to the history, if one is kept: by the stream that it was handed out to.
+    /// Adds an event about the use of a block to the history, if one is kept.
     #[inline]
     fn record_use(&mut self, action: Action, id: BlockId, size: u64) {
         if self.history.is_on() {
-            let block = &self.blocks[id];
-            let stream = block.guest_of.unwrap_or(self.pools[block.pool].stream);
-            self.record_kept(action, block.address, size, block.pool, stream);
+            self.record_use_kept(action, id, size);
         }
     }
 
+    /// It is one of the stream that the block was handed out to.
     #[cold]
+    fn record_use_kept(&mut self, action: Action, id: BlockId, size: u64) {
+        let block = &self.blocks[id];
+        let stream = block.guest_of.unwrap_or(self.pools[block.pool].stream);
+        self.record_kept(action, block.address, size, block.pool, stream);
+    }
+
     fn record_kept(&mut self, action: Action, address: u64, size: u64, pool: PoolIx, stream: StreamIx) {
         let stream = self.streams.target(stream).handle;
         self.history.push(action, address, size, stream, self.pool_id(pool));
