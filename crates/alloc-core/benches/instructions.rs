@@ -31,30 +31,30 @@ struct Workload {
 const WORKLOADS: [Workload; 6] = [
     Workload {
         name: "cached pair, 512 B",
-        ceilings: [1_550, 1_650, 1_520],
+        ceilings: [1_190, 1_230, 1_105],
         run: |policy, steps| pairs(policy, 512, steps),
     },
     Workload {
         name: "cached pair, 64 MiB",
-        ceilings: [920, 1_660, 945],
+        ceilings: [790, 1_220, 755],
         run: |policy, steps| pairs(policy, 64 * MIB, steps),
     },
     Workload {
         name: "1,000 live up to 1 MiB",
-        ceilings: [1_520, 1_470, 1_450],
+        ceilings: [1_230, 1_140, 1_120],
         run: |policy, steps| replace(policy, 1_000, 20, steps),
     },
     Workload {
         name: "1,000 live up to 8 MiB",
-        ceilings: [1_510, 1_530, 1_590],
+        ceilings: [1_205, 1_160, 1_220],
         run: |policy, steps| replace(policy, 1_000, 23, steps),
     },
     Workload {
         name: "10,000 live up to 8 MiB",
-        ceilings: [1_520, 1_560, 1_590],
+        ceilings: [1_270, 1_240, 1_270],
         run: |policy, steps| replace(policy, 10_000, 23, steps),
     },
-    Workload { name: "record_stream, 4 KiB", ceilings: [3_050, 3_040, 3_000], run: on_two_streams },
+    Workload { name: "record_stream, 4 KiB", ceilings: [2_610, 2_465, 2_420], run: on_two_streams },
 ];
 
 fn pairs(policy: Policy, size: u64, steps: u64) {
