@@ -15,7 +15,8 @@ import pytest
 from bench.gpu.report import read_sessions
 from bench.gpu.torch_tests.comparison import BRIDGE, read_reasons, unexplained
 from bench.gpu.torch_tests.page import BEGIN, END
-from bench.gpu.turns import Runner, run_in_turns
+from bench.gpu.turns import Runner, command_for, run_in_turns
+from bench.gpu.workloads import parse_arguments as parse_workload_arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
@@ -218,6 +219,13 @@ def test_processes_make_their_steps_in_turn_and_each_ends_by_itself(tmp_path: Pa
     ]
     assert run_in_turns(runners) == [2, 4, 3]
     assert path.read_text() == "abccbabcb"
+
+
+def test_commands_of_turns_are_understood_by_the_workloads() -> None:
+    kind, *arguments = command_for("rallocator-bridge@14.6", ["moe", "--steps", "3"])[3:]
+    options = parse_workload_arguments([kind, *arguments])
+    assert (options.kind, options.names, options.steps, options.cap_gib) == ("rallocator-bridge", ["moe"], 3, 14.6)
+    assert parse_workload_arguments(command_for("native", ["moe"])[3:]).cap_gib is None
 
 
 def test_gpu_tests_are_skipped_with_a_count_and_a_reason_where_there_is_no_gpu() -> None:

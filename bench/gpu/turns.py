@@ -86,7 +86,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         results = [Path(folder) / f"{number}.json" for number in range(len(kinds))]
         runners = [
-            Runner((*command_for(kind), *arguments, "--json", str(result)))
+            Runner((*command_for(kind, arguments), "--json", str(result)))
             for kind, result in zip(kinds, results, strict=True)
         ]
         codes = run_in_turns(runners)
@@ -96,10 +96,11 @@ def main() -> int:
     return 1 if any(codes) else 0
 
 
-def command_for(entrant: str) -> tuple[str, ...]:
-    """The beginning of the command for KIND or KIND@CAP_GIB."""
+def command_for(entrant: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    """The command for KIND or KIND@CAP_GIB, with what else it is to be told."""
     kind, _, cap_gib = entrant.partition("@")
-    return (sys.executable, "-m", "bench.gpu.workloads", kind, *(("--cap-gib", cap_gib) if cap_gib else ()))
+    limit = ("--cap-gib", cap_gib) if cap_gib else ()
+    return (sys.executable, "-m", "bench.gpu.workloads", kind, *arguments, *limit)
 
 
 def united(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
