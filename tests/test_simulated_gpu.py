@@ -203,6 +203,7 @@ def test_peaks_start_anew() -> None:
 def sharded_layers(policy: str, gather_us: int, compute_us: int) -> tuple[float, int]:
     """Gather weights on a side stream, layer by layer, as FSDP does. Returns a step's time in us and reserved bytes."""
     with SimulatedGpu("80GiB", config=f"policy:{policy}") as gpu:
+        waited_us = 0.0
         for _ in range(3):
             hidden = gpu.malloc(16 * MIB)
             for _ in range(24):
@@ -216,9 +217,9 @@ def sharded_layers(policy: str, gather_us: int, compute_us: int) -> tuple[float,
                 gpu.free(weight)
                 hidden = output
             gpu.free(hidden)
-            before_us = gpu.host_wait_us
+            waited_us = gpu.host_wait_us
             gpu.empty_cache()
-        return gpu.host_wait_us - before_us, gpu.stats()["reserved_bytes.all.peak"]
+        return gpu.host_wait_us - waited_us, gpu.stats()["reserved_bytes.all.peak"]
 
 
 @pytest.mark.parametrize("gather_us", [20, 100, 200])
