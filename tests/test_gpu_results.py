@@ -193,7 +193,7 @@ def test_checksum_is_judged_by_the_spread_of_torchs_own_runs(
 
 def test_plan_alternates_the_allocators() -> None:
     answer = run_module("bench.gpu.session", "--out", "unused", "--sections", "workloads", "--rounds", "2", "--plan")
-    kinds = re.findall(r"bench\.gpu\.turns (\S+)", answer.stdout)
+    kinds = re.findall(r"bench\.gpu\.turns workloads (\S+)", answer.stdout)
     assert kinds == ["native,rallocator-pluggable,expandable", "native,rallocator-pluggable"]
 
 
@@ -222,10 +222,10 @@ def test_processes_make_their_steps_in_turn_and_each_ends_by_itself(tmp_path: Pa
 
 
 def test_commands_of_turns_are_understood_by_the_workloads() -> None:
-    kind, *arguments = command_for("rallocator-bridge@14.6", ["moe", "--steps", "3"])[3:]
+    kind, *arguments = command_for("workloads", "rallocator-bridge@14.6", ["moe", "--steps", "3"])[3:]
     options = parse_workload_arguments([kind, *arguments])
     assert (options.kind, options.names, options.steps, options.cap_gib) == ("rallocator-bridge", ["moe"], 3, 14.6)
-    assert parse_workload_arguments(command_for("native", ["moe"])[3:]).cap_gib is None
+    assert parse_workload_arguments(command_for("workloads", "native", ["moe"])[3:]).cap_gib is None
 
 
 def test_gpu_tests_are_skipped_with_a_count_and_a_reason_where_there_is_no_gpu() -> None:

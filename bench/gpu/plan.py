@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -95,26 +95,26 @@ def _checksums(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
 
 
 def _workloads(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
-    """Step by step in turn: see `turns.py`. The further kinds take part in the first round."""
     for number in range(1, options.rounds + 1):
+        # The further kinds take part in the first round.
         kinds = (NATIVE, options.ours, *(options.also if number == 1 else ()))
-        step = _bench("workloads", "turns", ",".join(kinds), number, scratch, tuple(options.workload))
-        yield replace(step, limit_s=len(kinds) * step.limit_s)
+        yield _turns("workloads", "workloads", kinds, number, scratch, tuple(options.workload))
 
 
 def _caps(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
     """Ours under each limit beside torch's own without one, workload by workload, since each has its own limits."""
-    for workload in options.workload or PEAK_GIB:
+    for number, workload in enumerate(options.workload or PEAK_GIB, start=1):
         capped = [f"{options.ours}@{PEAK_GIB[workload] * factor:.4f}" for factor in CAPS]
-        step = _bench("caps", "turns", ",".join((NATIVE, *capped)), 1, scratch, (workload,))
-        name = f"caps {workload}"
-        yield replace(step, name=name, result=scratch / f"{name}.json")
+        yield replace(
+            _turns("caps", "workloads", (NATIVE, *capped), number, scratch, (workload,)), name=f"caps {workload}"
+        )
 
 
 def _host_cost(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
     arguments = ("--extension", str(rawbench_folder(scratch)))
-    for round_number, kind in _alternating(options):
-        yield _bench("host_cost", "host_cost", kind, round_number, scratch, arguments)
+    for number in range(1, options.rounds + 1):
+        kinds = (NATIVE, options.ours, *(options.also if number == 1 else ()))
+        yield _turns("host_cost", "host_cost", kinds, number, scratch, arguments)
 
 
 def _torch_tests(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
@@ -129,13 +129,14 @@ def _torch_tests(options: argparse.Namespace, scratch: Path) -> Iterator[Step]:
     yield Step("torch_tests", "torch's own tests", command, limit_s=limit_s, least_s=60, result=result)
 
 
-def _alternating(options: argparse.Namespace) -> Iterator[tuple[int, str]]:
-    """Torch's allocator, ours, torch's, ours; then the further kinds, once each."""
-    for round_number in range(1, options.rounds + 1):
-        yield round_number, NATIVE
-        yield round_number, options.ours
-    for kind in options.also:
-        yield 1, kind
+def _turns(
+    section: str, bench: str, kinds: Sequence[str], number: int, scratch: Path, arguments: tuple[str, ...]
+) -> Step:
+    """One process of each kind, which take turns: see `turns.py`."""
+    result = scratch / f"{section}-{number}.json"
+    command = (sys.executable, "-m", "bench.gpu.turns", bench, ",".join(kinds), *arguments, "--json", str(result))
+    name = f"{section} {', '.join(kinds)}, round {number}"
+    return Step(section, name, command, limit_s=150 * len(kinds), least_s=30, round=number, result=result)
 
 
 def _bench(section: str, module: str, kind: str, round_number: int, scratch: Path, arguments: tuple[str, ...]) -> Step:

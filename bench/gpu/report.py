@@ -41,10 +41,10 @@ HEAD = """# Results on GPUs
 
 Each section below is one session of [`bench/gpu/session.py`](../bench/gpu/session.py) on one machine, and its raw rows
 are in the file that the section names. Machines differ in speed from day to day, so compare allocators only within a
-session: what is compared alternates there, by rounds (torch's allocator, ours, torch's, ours), and workloads step by
-step since ba0a118. Every ratio is ours over torch's from the same round, so below one is better. Even within a session
-other programs on the host slow a round by up to half, so each ratio also stands there for the best rounds of the two,
-and times of steps for each step's best round.
+session: what is compared alternates there, round by round (torch's allocator, ours, torch's, ours), and since 30
+November step by step. Every ratio is ours over torch's from the same round, so below one is better. Even within a
+session other programs on the host slow a round by up to half, so each ratio also stands there for the best rounds of
+the two, and times of steps for each step's best round.
 """
 
 

@@ -4,9 +4,9 @@ usage: python -m bench.gpu.session --out DIR [--sections contract,tests,checksum
                                    [--budget-s 540] [--commit HASH] ...
 
 Every step is a process of its own with a time limit, so that none can take the session down; steps that no longer fit
-into the budget are skipped, and the answer says so. What is compared alternates within the session (torch's allocator,
-ours, torch's, ours), because two sessions may land on machines of different speed. DIR receives `results.json` (all raw
-rows, what `report.py` reads) and one log for each section; a short table is printed last.
+into the budget are skipped, and the answer says so. What is compared alternates within the session, step by step
+(`turns.py`), because two sessions, and two minutes, may land on machines of different speed. DIR receives
+`results.json` (all raw rows, what `report.py` reads) and one log for each section; a short table is printed last.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Run the workloads on several allocators at once, each making one step in turn, so that they meet the same machine.
+"""Run a bench on several allocators at once, each making one step in turn, so that they meet the same machine.
 
-usage: python -m bench.gpu.turns KIND[@CAP_GIB],KIND[@CAP_GIB][,...] --json OUT [NAME ...] [--steps N]
+usage: python -m bench.gpu.turns workloads KIND[@CAP_GIB],KIND[@CAP_GIB][,...] --json OUT [NAME ...] [--steps N]
+       python -m bench.gpu.turns host_cost KIND,KIND[,...] --json OUT --extension DIR
 
-NAME and what follows it are for `workloads.py`. With @CAP_GIB that process alone is limited to so many GiB.
+What is not understood here is for the bench. With @CAP_GIB that process alone is limited to so many GiB.
 
 A machine that others use too changes its speed by half within a minute. Runs that follow one another compare such
 minutes; steps that follow one another share them. The order turns round after every step, so that none is always the
@@ -78,15 +79,16 @@ def run_in_turns(runners: Sequence[Runner]) -> list[int]:
 
 def main() -> int:
     """Run all kinds and write one document with the rows of all. Returns 1 if any of them failed."""
-    parser = argparse.ArgumentParser(description="Run the workloads on several allocators, one step each in turn.")
-    parser.add_argument("kinds", help="two or more of KIND or KIND@CAP_GIB, separated by commas")
+    parser = argparse.ArgumentParser(description="Run a bench on several allocators, one step each in turn.")
+    parser.add_argument("bench", choices=("workloads", "host_cost"), help="the bench to run")
+    parser.add_argument("kinds", help="two or more of KIND or KIND@CAP_GIB, by commas")
     parser.add_argument("--json", type=Path, required=True, help="write the raw rows of all kinds to this file")
     options, arguments = parser.parse_known_args()
     kinds = options.kinds.split(",")
     with tempfile.TemporaryDirectory() as folder:
         results = [Path(folder) / f"{number}.json" for number in range(len(kinds))]
         runners = [
-            Runner((*command_for(kind, arguments), "--json", str(result)))
+            Runner((*command_for(options.bench, kind, arguments), "--json", str(result)))
             for kind, result in zip(kinds, results, strict=True)
         ]
         codes = run_in_turns(runners)
@@ -96,11 +98,11 @@ def main() -> int:
     return 1 if any(codes) else 0
 
 
-def command_for(entrant: str, arguments: Sequence[str]) -> tuple[str, ...]:
+def command_for(bench: str, entrant: str, arguments: Sequence[str]) -> tuple[str, ...]:
     """The command for KIND or KIND@CAP_GIB, with what else it is to be told."""
     kind, _, cap_gib = entrant.partition("@")
     limit = ("--cap-gib", cap_gib) if cap_gib else ()
-    return (sys.executable, "-m", "bench.gpu.workloads", kind, *arguments, *limit)
+    return (sys.executable, "-m", f"bench.gpu.{bench}", kind, *arguments, *limit)
 
 
 def united(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
