@@ -218,7 +218,7 @@ def test_processes_make_their_steps_in_turn_and_each_ends_by_itself(tmp_path: Pa
         for name, steps in (("a", 2), ("b", 4), ("c", 3))
     ]
     assert run_in_turns(runners) == [2, 4, 3]
-    assert path.read_text() == "abccbabcb"
+    assert path.read_text() == "abcabcbcb"
 
 
 def test_commands_of_turns_are_understood_by_the_workloads() -> None:

@@ -6,8 +6,9 @@ usage: python -m bench.gpu.turns workloads KIND[@CAP_GIB],KIND[@CAP_GIB][,...] -
 What is not understood here is for the bench. With @CAP_GIB that process alone is limited to so many GiB.
 
 A machine that others use too changes its speed by half within a minute. Runs that follow one another compare such
-minutes; steps that follow one another share them. The order turns round after every step, so that none is always the
-one that comes after a larger allocator. All processes hold their memory at once: the GPU must have room for the sum.
+minutes; steps that follow one another share them. Every step follows one of another process, whose caches and whose
+turn on the GPU it takes over: nobody makes two in a row. All processes hold their memory at once, so the GPU must have
+room for the sum.
 """
 
 from __future__ import annotations
@@ -73,7 +74,6 @@ def run_in_turns(runners: Sequence[Runner]) -> list[int]:
     running = list(runners)
     while running:
         running = [runner for runner in running if runner.step()]
-        running.reverse()
     return [runner.wait() for runner in runners]
 
 
