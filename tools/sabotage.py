@@ -387,6 +387,12 @@ FAULTS = (
         "held + 0 * self.ahead_bytes(request)",
     ),
     Fault(
+        "obtain large handles near the limit",
+        "backing/moving.rs",
+        ".min(room / HANDLES_PER_ROOM)",
+        ".min(room.max(HANDLES_PER_ROOM))",
+    ),
+    Fault(
         "give a segment back to its source while it is in use",
         "backing/sourced.rs",
         "if block.is_split() || !is_over ||",

@@ -115,7 +115,7 @@ def main() -> int:
         turn.take()
     rows = []
     for name, measure in chain(raw_measures(options.kind, rawbench), tensor_measures()):
-        with on_one_core(turn is not None and "threads" not in name):
+        with on_one_core(turn is not None and "thread" not in name):
             rows.append(Row(options.kind.value, name, measure()))
         print(f"{options.kind.value:20s} {name:36s} {rows[-1].nanoseconds:9.0f} ns", flush=True)
         if turn is not None:

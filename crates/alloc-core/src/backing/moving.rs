@@ -37,6 +37,8 @@ const HANDLES_PER_RESERVED: u64 = 1024;
 const HANDLES_PER_GAP: u64 = 7;
 /// Up to this many bytes: larger ones are idle as a whole less often.
 const HANDLE_MAX: u64 = 32 * MIB;
+/// Where little room is left between the limit and what the program has needed, memory counts more than calls do.
+const HANDLES_PER_ROOM: u64 = 512;
 /// But a very large gap is filled with this many handles at most, whatever their size …
 const HANDLES_PER_LARGE_GAP: u64 = 112;
 /// … up to this one.
@@ -341,7 +343,9 @@ impl DeviceState {
             SizeClass::Small => SMALL_SEGMENT,
             SizeClass::Large => {
                 let share = self.stats.reserved_bytes.all.peak / HANDLES_PER_RESERVED;
-                let of_gap = share.max(missing / HANDLES_PER_GAP).min(HANDLE_MAX);
+                let room =
+                    self.limit.min(self.capabilities.total_bytes).saturating_sub(self.stats.active_bytes.all.peak);
+                let of_gap = share.max(missing / HANDLES_PER_GAP).min(HANDLE_MAX).min(room / HANDLES_PER_ROOM);
                 of_gap.max((missing / HANDLES_PER_LARGE_GAP).min(LARGE_HANDLE_MAX))
             }
         };

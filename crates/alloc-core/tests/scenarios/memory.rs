@@ -1,6 +1,11 @@
 //! Splitting, coalescing, segments, ranges and limits, on one stream.
 
-use alloc_core::{allocator::FreeOutcome, driver::sim::SimOptions, error::AllocError, id::DevicePtr};
+use alloc_core::{
+    allocator::FreeOutcome,
+    driver::{Call, sim::SimOptions},
+    error::AllocError,
+    id::DevicePtr,
+};
 
 use crate::rig::{DEVICE, MAIN, MIB, POLICIES, Rig, SIDE};
 
@@ -136,6 +141,19 @@ fn cached_memory_of_other_streams_is_returned_before_a_request_fails() {
         assert_eq!((stats.num_alloc_retries, stats.num_ooms), (retries, 0), "moving is no retry");
         rig.finish();
     }
+}
+
+#[test]
+fn new_handles_are_small_where_little_room_is_left_below_the_limit() {
+    let handles_of = |capacity_bytes: u64| {
+        let mut rig = Rig::on("policy:rallocator", SimOptions { capacity_bytes, ..SimOptions::default() });
+        rig.malloc(140 * MIB, MAIN);
+        let handles = rig.gpu.call_count(Call::CreateHandle);
+        rig.finish();
+        handles
+    };
+    assert_eq!(handles_of(1 << 30), 70, "of 2 MiB each");
+    assert!(handles_of(64 << 30) <= 14, "a seventh of the request each, and then halves of what is missing");
 }
 
 #[test]
