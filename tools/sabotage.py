@@ -377,14 +377,14 @@ FAULTS = (
     Fault(
         "let a stream wait for the block that it handed on last",
         "takeover.rs",
-        "self.in_flight(request) < IN_FLIGHT {",
-        "self.in_flight(request) < 1 {",
+        "is_some_and(|newest| epoch < *newest)",
+        "is_some_and(|newest| epoch <= *newest)",
     ),
     Fault(
         "forget what a stream needs to work ahead of others",
         "backing/moving.rs",
-        "held + self.ahead_bytes(request)",
-        "held + 0 * self.ahead_bytes(request)",
+        "is_needed(held + self.ahead_bytes(request))",
+        "is_needed(held)",
     ),
     Fault(
         "obtain large handles near the limit",

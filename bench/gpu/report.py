@@ -29,6 +29,7 @@ from bench.gpu.comparison import (
     rows_of,
     step_time_ratios,
 )
+from bench.gpu.plan import CAPS
 from bench.gpu.torch_tests.comparison import read_reasons
 from bench.gpu.torch_tests.page import count_table, listing, replace_listing
 
@@ -254,7 +255,8 @@ def _caps(results: Results) -> str:
     if not rows:
         return ""
     ratios = [_ratio_cells(ratio, "{:.1f}") for ratio in cap_ratios(results)]
-    intro = "Ours in 1.02 and 1.05 times the workload's peak, step by step with torch's own without a limit; GiB.\n\n"
+    factors = " and ".join(map(str, CAPS))
+    intro = f"Ours in {factors} times the workload's peak, step by step with torch's own without a limit; GiB.\n\n"
     return (
         "### Under a limit\n\n"
         + intro

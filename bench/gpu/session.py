@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.junit import read_junit
-from bench.gpu.plan import DEFAULT_SECTIONS, OURS, SECTIONS, Step, plan, rawbench_folder
+from bench.gpu.plan import DEFAULT_SECTIONS, OURS, PEAK_GIB, SECTIONS, Step, plan, rawbench_folder
 from bench.gpu.summary import summarize
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -185,7 +185,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--ours", choices=OURS, default=OURS[0], help="the route into torch to time")
     parser.add_argument("--also", default="expandable", help="further kinds to time once, separated by commas")
     parser.add_argument("--checksum-steps", type=int, default=12, help="steps of each workload; 0 means all of them")
-    parser.add_argument("--workload", action="append", default=[], help="only this workload (repeatable)")
+    parser.add_argument("--workload", action="append", default=[], choices=PEAK_GIB, help="only this one (repeatable)")
     parser.add_argument("--workers", type=int, default=8, help="test processes side by side (needs pytest-xdist)")
     parser.add_argument("--tests-limit-s", type=int, default=240, help="limit for each of the two runs of pytest")
     parser.add_argument("--torch-tests-limit-s", type=int, default=345, help="limit for torch's own tests")

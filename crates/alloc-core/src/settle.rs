@@ -42,7 +42,7 @@ impl DeviceState {
     pub(crate) fn plan_close_all(&mut self) -> Option<Plan> {
         // The driver waits by itself before it takes a segment back, and nobody else does.
         let needs_proof = |pool: &PoolIx| self.is_paged(*pool) || self.is_sourced(*pool);
-        let pending = self.streams.ids().flat_map(|stream| self.streams.waiting(stream)).map(|(_, block)| block);
+        let pending = self.pending().map(|(_, _, block)| block);
         let pending = pending.filter(|block| needs_proof(&self.blocks[*block].pool));
         let releasable = self.pools.ids().filter(|pool| needs_proof(pool) && self.pools.is_releasable(*pool));
         let idle = releasable.flat_map(|pool| self.pools[pool].index.iter()).map(|entry| entry.id);
@@ -51,6 +51,12 @@ impl DeviceState {
         needed.extend(self.awaited_epochs());
         needed.sort_unstable();
         self.plan_close(needed)
+    }
+
+    /// The pending blocks, each with every stream and epoch that it waits for; those of a stream in their order.
+    pub(crate) fn pending(&self) -> impl Iterator<Item = (StreamIx, Epoch, BlockId)> + '_ {
+        let waiting = |stream| self.streams.waiting(stream).map(move |(epoch, block)| (stream, epoch, block));
+        self.streams.ids().flat_map(waiting)
     }
 
     /// For each stream that blocks wait for, the last epoch that they wait for.

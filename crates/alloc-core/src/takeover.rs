@@ -1,12 +1,12 @@
 //! Handing a pending block on before its streams are done: the asking stream waits for them on the GPU.
 //! A [guest](crate::guest) is handed out by the same plan.
 
-use rustc_hash::FxHashSet;
+use rustc_hash::FxHashMap;
 
 use crate::{
     block::{BlockId, BlockState},
     device::{DeviceState, Request},
-    event::{Mark, StreamIx},
+    event::StreamIx,
     id::DevicePtr,
     last_use::Epoch,
     plan::{Plan, TakeOver},
@@ -14,42 +14,34 @@ use crate::{
     size::{SMALL_SEGMENT, SizeClass},
 };
 
-/// So many blocks that others still use a stream may leave to them before it waits for the first to come back. One that
-/// gathers weights or copies batches for others works ahead of them while it writes a third.
+/// A stream that gathers weights or copies batches for others works ahead of them if it may write a further block while
+/// they use so many: docs/adr/0002 compares 0 to 3.
 const IN_FLIGHT: usize = 2;
 
 impl DeviceState {
-    /// The smallest pending block of the request's pool that fits, if the asking stream may wait for all its streams.
+    /// Hands on the smallest pending block of the request's pool that fits.
     pub(crate) fn plan_take_over(&mut self, request: &Request) -> Option<Plan> {
-        self.plan_take_over_in(request, |_, pool| pool == request.pool)
+        let block = self.smallest_to_take_over(request, |_, pool| pool == request.pool)?;
+        Some(self.plan_to_take_over(block, request))
     }
 
-    /// As [`plan_take_over`](Self::plan_take_over), if so many are pending that the wait is for work before the latest. A small
-    /// request gets a handle instead, which serves many.
+    /// As [`plan_take_over`](Self::plan_take_over), of the blocks after which the stream has handed on another one: what it
+    /// waits for is not the latest work. Not for small requests, of which a handle serves many.
     pub(crate) fn plan_take_over_early(&mut self, request: &Request) -> Option<Plan> {
-        let is_small = self.pools[request.pool].class == SizeClass::Small;
-        if is_small || self.in_flight(request) < IN_FLIGHT { None } else { self.plan_take_over(request) }
-    }
-
-    /// The bytes that a stream needs besides the request, to work ahead of those that still use what it handed on.
-    pub(crate) fn ahead_bytes(&self, request: &Request) -> u64 {
-        let is_small = self.pools[request.pool].class == SizeClass::Small;
-        self.in_flight(request) as u64 * if is_small { SMALL_SEGMENT } else { request.rounded }
-    }
-
-    /// How many pending blocks of the request's pool could serve it once they are idle, up to [`IN_FLIGHT`].
-    fn in_flight(&self, request: &Request) -> usize {
-        let could_serve = |id: &BlockId| {
+        if self.pools[request.pool].class == SizeClass::Small {
+            return None;
+        }
+        let of_pool = self.pending().filter(|(_, _, id)| {
             let block = &self.blocks[*id];
             block.pool == request.pool && block.size >= request.rounded
-        };
-        let found: FxHashSet<BlockId> = self.pending().filter(could_serve).collect();
-        found.len().min(IN_FLIGHT)
-    }
-
-    /// The pending blocks, each as often as there are streams that it waits for.
-    fn pending(&self) -> impl Iterator<Item = BlockId> + '_ {
-        self.streams.ids().flat_map(|stream| self.streams.waiting(stream)).map(|(_, block)| block)
+        });
+        // Queues are in order, so the last entry of each stream is what stays.
+        let newest: FxHashMap<StreamIx, Epoch> = of_pool.map(|(stream, epoch, _)| (stream, epoch)).collect();
+        let is_behind = |(stream, epoch)| newest.get(&stream).is_some_and(|newest| epoch < *newest);
+        let block = self.smallest_to_take_over(request, |block, pool| {
+            pool == request.pool && self.undone_uses(block).all(is_behind)
+        })?;
+        Some(self.plan_to_take_over(block, request))
     }
 
     /// As [`plan_take_over`](Self::plan_take_over), of all pools of the asking stream that `lends` names.
@@ -58,37 +50,68 @@ impl DeviceState {
         request: &Request,
         lends: impl Fn(&Self, PoolIx) -> bool,
     ) -> Option<Plan> {
-        if self.pools[request.pool].owner.is_some() {
-            return None;
+        let block = self.smallest_to_take_over(request, |_, pool| lends(self, pool))?;
+        Some(self.plan_to_take_over(block, request))
+    }
+
+    /// The bytes that a stream needs besides the request, to work ahead of those that use what it handed on.
+    pub(crate) fn ahead_bytes(&self, request: &Request) -> u64 {
+        let mut in_flight: Vec<BlockId> = Vec::with_capacity(IN_FLIGHT);
+        for (_, _, block) in self.pending() {
+            if self.blocks[block].pool == request.pool
+                && self.may_take_over(block, request)
+                && !in_flight.contains(&block)
+            {
+                in_flight.push(block);
+                if in_flight.len() == IN_FLIGHT {
+                    break;
+                }
+            }
         }
-        let own = self.pools[request.pool].stream;
-        let fits = |id: &BlockId| {
-            let block = &self.blocks[*id];
-            self.pools[block.pool].stream == own && block.size >= request.rounded && lends(self, block.pool)
-        };
+        let is_small = self.pools[request.pool].class == SizeClass::Small;
+        in_flight.len() as u64 * if is_small { SMALL_SEGMENT } else { request.rounded }
+    }
+
+    /// Whether the pending block would serve the request after a wait that is allowed and possible.
+    fn may_take_over(&self, id: BlockId, request: &Request) -> bool {
+        let (block, own) = (&self.blocks[id], self.pools[request.pool].stream);
+        let may_wait = |(stream, epoch)| self.may_wait_for(stream) && self.streams.mark_for(stream, epoch).is_some();
+        self.pools[request.pool].owner.is_none()
+            && self.pools[block.pool].stream == own
+            && block.size >= request.rounded
+            && self.undone_uses(id).all(may_wait)
+    }
+
+    /// The smallest pending block that may be taken over, of those that `is_offered` names by block and pool.
+    fn smallest_to_take_over(
+        &self,
+        request: &Request,
+        is_offered: impl Fn(BlockId, PoolIx) -> bool,
+    ) -> Option<BlockId> {
+        let blocks = self.pending().map(|(_, _, block)| block);
+        let fitting = blocks.filter(|id| is_offered(*id, self.blocks[*id].pool) && self.may_take_over(*id, request));
         // Of equal ones the first in its stream's queue: what was freed first is over first.
-        let smallest = self.pending().filter(fits).min_by_key(|id| self.blocks[*id].size);
-        let block = smallest?;
-        let uses = self.undone_uses(block);
-        if !uses.iter().all(|(stream, _)| self.may_wait_for(*stream)) {
-            return None;
-        }
-        let waits: Option<Vec<Mark>> =
-            uses.iter().map(|(stream, epoch)| self.streams.mark_for(*stream, *epoch)).collect();
-        let waits = waits?;
+        fitting.min_by_key(|id| self.blocks[*id].size)
+    }
+
+    fn plan_to_take_over(&mut self, block: BlockId, request: &Request) -> Plan {
+        let uses: Vec<_> = self.undone_uses(block).collect();
+        let mark =
+            |(stream, epoch): &(StreamIx, Epoch)| self.streams.mark_for(*stream, *epoch).expect("it may be waited for");
+        let waits = uses.iter().map(mark).collect();
         for (stream, _) in &uses {
             self.streams.cancel_wait(*stream, block);
         }
         self.blocks[block].state = BlockState::Claimed;
         let stream = self.streams.target(self.pools[request.pool].stream);
-        Some(Plan::TakeOver(TakeOver { block, stream, waits, uses }))
+        Plan::TakeOver(TakeOver { block, stream, waits, uses })
     }
 
-    /// The streams besides its own that a pending block waits for.
-    fn undone_uses(&self, block: BlockId) -> Vec<(StreamIx, Epoch)> {
+    /// The streams besides its own that a pending block waits for, and until when.
+    fn undone_uses(&self, block: BlockId) -> impl Iterator<Item = (StreamIx, Epoch)> + '_ {
         let own = self.pools[self.blocks[block].pool].stream;
         let uses = self.blocks[block].last_use.iter();
-        uses.filter(|(stream, epoch)| *stream != own && !self.streams.is_done(*stream, *epoch)).collect()
+        uses.filter(move |(stream, epoch)| *stream != own && !self.streams.is_done(*stream, *epoch))
     }
 
     /// The asking stream waits: whatever it gets from now on comes after all uses of the block.

@@ -37,7 +37,8 @@ const HANDLES_PER_RESERVED: u64 = 1024;
 const HANDLES_PER_GAP: u64 = 7;
 /// Up to this many bytes: larger ones are idle as a whole less often.
 const HANDLE_MAX: u64 = 32 * MIB;
-/// Where little room is left between the limit and what the program has needed, memory counts more than calls do.
+/// And to this share of what the limit, or the device's size, leaves to be reserved: where that is little, memory counts
+/// more than calls do.
 const HANDLES_PER_ROOM: u64 = 512;
 /// But a very large gap is filled with this many handles at most, whatever their size …
 const HANDLES_PER_LARGE_GAP: u64 = 112;
@@ -143,11 +144,12 @@ impl DeviceState {
             _ if new == 0 => true,
             Growth::None => false,
             Growth::WithinNeed => {
-                // What is pending can be taken over, so it is no need of now, but for what a stream needs to work ahead.
                 let allocated = &self.stats.allocated_bytes.all;
                 let held = allocated.peak.max(allocated.current + request.rounded);
-                let need = self.stats.active_bytes.all.peak.max(held + self.ahead_bytes(request));
-                reserved <= need / 1000 * GROWTH_PERMILLE && self.may_reserve(new)
+                let is_needed =
+                    |bytes: u64| reserved <= self.stats.active_bytes.all.peak.max(bytes) / 1000 * GROWTH_PERMILLE;
+                // What is pending can be taken over, so it is no need of now, but for what a stream needs to work ahead.
+                self.may_reserve(new) && (is_needed(held) || is_needed(held + self.ahead_bytes(request)))
             }
             Growth::ToLimit => self.may_reserve(new),
         }

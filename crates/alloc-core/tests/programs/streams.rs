@@ -38,8 +38,9 @@ impl World {
         duration_us: u64,
     ) -> Result<Step, Failure> {
         let (own, reader) = (self.stream(stream), self.stream(to));
-        for _ in 0..blocks {
-            let Some(position) = self.malloc_on(size, own)? else { break };
+        for number in 0..u64::from(blocks) {
+            // Of different sizes, so that the one that fits best is not always the oldest.
+            let Some(position) = self.malloc_on(size - number * size / 16, own)? else { break };
             let is_read = self.launch(reader, &[position], &[], duration_us)? == Step::Executed;
             let is_captured = self.held[position].holders > 0;
             if !is_read || is_captured || !self.settle(position, Settle::Record)? {

@@ -111,12 +111,38 @@ fn idle_memory_moves_rather_than_that_a_stream_waits_for_the_block_it_handed_on_
 }
 
 #[test]
-fn small_requests_grow_rather_than_wait_for_pending_blocks() {
+fn older_pending_block_is_taken_over_though_the_one_handed_on_last_fits_better() {
+    let mut rig = Rig::new("cross_stream_reuse:all");
+    let older = pending_block(&mut rig, 42 * MIB, SIDE);
+    pending_block(&mut rig, 40 * MIB, SIDE);
+    rig.allocator.set_memory_fraction(DEVICE, 0.0).expect("a fraction");
+    let block = rig.malloc(39 * MIB, MAIN);
+    rig.write(MAIN, block);
+    assert_eq!((block, rig.reserved(), rig.stats().gpu_waits), (older, 82 * MIB, 1));
+    rig.finish();
+}
+
+#[test]
+fn small_requests_get_two_handles_more_before_they_wait_for_pending_blocks() {
     let mut rig = Rig::new("cross_stream_reuse:all");
     for _ in 0..4 {
         pending_block(&mut rig, MIB, SIDE);
     }
     assert_eq!((rig.reserved(), rig.stats().gpu_waits), (4 * MIB, 0));
+    pending_block(&mut rig, MIB, SIDE);
+    assert_eq!((rig.reserved(), rig.stats().gpu_waits), (4 * MIB, 1));
+    rig.finish();
+}
+
+#[test]
+fn handles_near_the_limit_stay_small_when_the_peaks_are_reset() {
+    let mut rig = Rig::new("policy:rallocator");
+    rig.malloc(120 * MIB, MAIN);
+    rig.free_all();
+    rig.allocator.reset_peak_stats(DEVICE);
+    let before = rig.gpu.call_count(Call::CreateHandle);
+    rig.malloc(200 * MIB, MAIN);
+    assert_eq!(rig.gpu.call_count(Call::CreateHandle) - before, 40, "of 2 MiB each");
     rig.finish();
 }
 
