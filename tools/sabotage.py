@@ -393,6 +393,12 @@ FAULTS = (
         ".min(room.max(HANDLES_PER_ROOM))",
     ),
     Fault(
+        "ask a full device for the same memory again and again",
+        "backing/moving.rs",
+        "self.refused.is_none_or(|refused| reserved < refused) && self",
+        "self.refused.is_none_or(|refused| reserved < refused || true) && self",
+    ),
+    Fault(
         "give a segment back to its source while it is in use",
         "backing/sourced.rs",
         "if block.is_split() || !is_over ||",

@@ -57,6 +57,8 @@ pub(crate) struct DeviceState {
     pub(crate) limit: u64,
     /// The fraction of the device that `limit` was computed from.
     pub(crate) fraction: f64,
+    /// The reserved bytes that the driver refused when it was last asked for so many: others use the rest of the device.
+    pub(crate) refused: Option<u64>,
     /// The devices that reach mapped memory, this one first.
     pub(crate) access: Vec<DeviceId>,
     pub(crate) blocks: BlockTable,
@@ -88,6 +90,7 @@ impl DeviceState {
             rules,
             limit: u64::MAX,
             fraction: 1.0,
+            refused: None,
             access: vec![id],
             blocks: BlockTable::default(),
             pools: PoolSet::new(rules),

@@ -122,6 +122,12 @@ impl Map {
         moved.chain(self.returns.iter().map(|back| back.donor))
     }
 
+    /// The bytes of the handles that are to be created.
+    pub(crate) fn new_bytes(&self) -> u64 {
+        let sources = self.holes.iter().flat_map(|hole| &hole.sources);
+        sources.filter(|source| matches!(source, Source::New(_))).map(Source::size).sum()
+    }
+
     /// Whether any handle is moved.
     pub(crate) fn moves(&self) -> bool {
         self.donors().next().is_some()

@@ -37,8 +37,8 @@ const HANDLES_PER_RESERVED: u64 = 1024;
 const HANDLES_PER_GAP: u64 = 7;
 /// Up to this many bytes: larger ones are idle as a whole less often.
 const HANDLE_MAX: u64 = 32 * MIB;
-/// And to this share of what the limit, or the device's size, leaves to be reserved: where that is little, memory counts
-/// more than calls do.
+/// And to this share of what the limit leaves to be reserved, or the device as far as the driver has not refused it: where
+/// that is little, memory counts more than calls do.
 const HANDLES_PER_ROOM: u64 = 512;
 /// But a very large gap is filled with this many handles at most, whatever their size …
 const HANDLES_PER_LARGE_GAP: u64 = 112;
@@ -149,7 +149,8 @@ impl DeviceState {
                 let is_needed =
                     |bytes: u64| reserved <= self.stats.active_bytes.all.peak.max(bytes) / 1000 * GROWTH_PERMILLE;
                 // What is pending can be taken over, so it is no need of now, but for what a stream needs to work ahead.
-                self.may_reserve(new) && (is_needed(held) || is_needed(held + self.ahead_bytes(request)))
+                let is_there = self.refused.is_none_or(|refused| reserved < refused) && self.may_reserve(new);
+                is_there && (is_needed(held) || is_needed(held + self.ahead_bytes(request)))
             }
             Growth::ToLimit => self.may_reserve(new),
         }

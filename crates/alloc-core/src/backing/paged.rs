@@ -65,6 +65,9 @@ impl DeviceState {
             self.spans[span].mappings_mut().insert(mapping);
             self.record(Action::SegmentMap, mapping.address, mapping.size, request.pool);
         }
+        if self.refused.is_some_and(|refused| self.stats.reserved_bytes.all.current >= refused) {
+            self.refused = None;
+        }
         self.stats.gpu_waits += map.waits.len() as u64;
         for piece in &map.pieces[1..] {
             debug_assert_eq!(self.blocks[block].next, Some(*piece), "nobody coalesces claimed blocks");
@@ -95,6 +98,9 @@ impl DeviceState {
 
     /// Takes note that holes could not be filled: all is as before, but for what the driver did not take back.
     pub(crate) fn commit_map_failed(&mut self, map: &Map, failure: &MapFailure) {
+        if failure.error.is_out_of_memory() {
+            self.refused = Some(self.stats.reserved_bytes.all.current + map.new_bytes());
+        }
         let class = self.class(map.pieces[0]);
         for (handle, size) in &failure.strays {
             self.stats.on_handles_created(class, *size, 1);

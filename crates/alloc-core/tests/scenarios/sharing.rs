@@ -123,6 +123,29 @@ fn older_pending_block_is_taken_over_though_the_one_handed_on_last_fits_better()
 }
 
 #[test]
+fn full_device_is_asked_for_room_to_work_ahead_once_and_again_when_there_is_more() {
+    let mut rig = Rig::new("cross_stream_reuse:all");
+    let held = rig.malloc(150 * MIB, MAIN);
+    pending_block(&mut rig, 40 * MIB, SIDE);
+    pending_block(&mut rig, 40 * MIB, SIDE);
+    pending_block(&mut rig, 40 * MIB, SIDE);
+    let calls = rig.gpu.call_count(Call::CreateHandle);
+    assert_eq!((rig.reserved(), rig.stats().gpu_waits), (230 * MIB, 1), "270 MiB are more than there are");
+    for _ in 0..4 {
+        pending_block(&mut rig, 40 * MIB, SIDE);
+    }
+    assert_eq!((rig.gpu.call_count(Call::CreateHandle), rig.stats().gpu_waits), (calls, 5));
+    rig.free(held);
+    rig.gpu.complete(None).expect("no fault");
+    rig.allocator.empty_cache().expect("no fault");
+    for _ in 0..3 {
+        pending_block(&mut rig, 40 * MIB, SIDE);
+    }
+    assert_eq!((rig.reserved(), rig.stats().gpu_waits), (120 * MIB, 5));
+    rig.finish();
+}
+
+#[test]
 fn small_requests_get_two_handles_more_before_they_wait_for_pending_blocks() {
     let mut rig = Rig::new("cross_stream_reuse:all");
     for _ in 0..4 {
