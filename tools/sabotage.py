@@ -399,6 +399,18 @@ FAULTS = (
         "self.refused.is_none_or(|refused| reserved < refused || true) && self",
     ),
     Fault(
+        "take a call that fails otherwise for a device that is full",
+        "backing/paged.rs",
+        "failure.error.is_out_of_memory() && failure.error.call == Call::CreateHandle",
+        "failure.error.is_out_of_memory()",
+    ),
+    Fault(
+        "forget below the limit what is reserved",
+        "backing/moving.rs",
+        "most.saturating_sub(self.stats.reserved_bytes.all.current)",
+        "most.saturating_sub(self.stats.active_bytes.all.peak)",
+    ),
+    Fault(
         "give a segment back to its source while it is in use",
         "backing/sourced.rs",
         "if block.is_split() || !is_over ||",

@@ -92,7 +92,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Measure what an allocate + free pair costs the host.")
     parser.add_argument("kind", type=Kind, choices=list(Kind), metavar="KIND", help=", ".join(Kind))
-    parser.add_argument("--extension", type=Path, required=True, help="the folder that rawbench.py built into")
+    parser.add_argument("--extension", type=Path, required=True, help="the folder that rawbench_build.py built into")
     parser.add_argument("--json", type=Path, default=None, help="write the raw rows to this file")
     parser.add_argument("--turn-fds", type=int, nargs=2, default=None, help=argparse.SUPPRESS)  # From turns.py.
     return parser.parse_args(arguments)

@@ -8,6 +8,7 @@
 
 #[cfg(feature = "sim")]
 mod chosen;
+mod climb;
 mod devices;
 mod emptying;
 mod pools;
@@ -38,6 +39,7 @@ use crate::{
     sync::{AtomicUsize, Mutex, MutexGuard},
 };
 
+use climb::Climb;
 use devices::DeviceTable;
 use pools::Routes;
 
@@ -91,20 +93,6 @@ impl Device {
 
     fn slow(&self) -> Result<MutexGuard<'_, ()>, AllocError> {
         self.slow.lock().map_err(|_| AllocError::Broken { device: self.id })
-    }
-}
-
-/// A request on its way up the ladder. It leaves its pool however that ends, also if the program's own code panics.
-struct Climb<'a> {
-    device: &'a Device,
-    ladder: Ladder,
-}
-
-impl Drop for Climb<'_> {
-    fn drop(&mut self) {
-        if let Ok(mut state) = self.device.fast() {
-            state.leave(&self.ladder);
-        }
     }
 }
 
@@ -205,7 +193,7 @@ impl<D: Driver> Allocator<D> {
     ) -> Result<DevicePtr, AllocError> {
         state.pools[request.pool].climbers += 1;
         drop(state);
-        let mut climb = Climb { device, ladder: Ladder::new(request) };
+        let mut climb = Climb::new(device, request);
         let result = self.malloc_slow(device, &mut climb.ladder);
         if let Some(unusable) = climb.ladder.unusable.take() {
             self.reject(unusable);

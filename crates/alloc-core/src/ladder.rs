@@ -120,7 +120,7 @@ impl Rung {
         Self::UnmapSurplus,
         // With a little room to spare, blocks that come and go in order do so where they were, and nothing has to move.
         Self::GrowWithinNeed,
-        // Waiting for what was used before the last takes the GPU no time, and the host less than moving.
+        // Waiting for what was used before the last takes the GPU little time, and the host less than moving.
         Self::TakeOverEarly,
         Self::Move,
         Self::MoveAndGrow,

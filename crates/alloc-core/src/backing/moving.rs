@@ -346,8 +346,8 @@ impl DeviceState {
             SizeClass::Small => SMALL_SEGMENT,
             SizeClass::Large => {
                 let share = self.stats.reserved_bytes.all.peak / HANDLES_PER_RESERVED;
-                let room =
-                    self.limit.min(self.capabilities.total_bytes).saturating_sub(self.stats.active_bytes.all.peak);
+                let most = self.limit.min(self.refused.unwrap_or(self.capabilities.total_bytes));
+                let room = most.saturating_sub(self.stats.reserved_bytes.all.current);
                 let of_gap = share.max(missing / HANDLES_PER_GAP).min(HANDLE_MAX).min(room / HANDLES_PER_ROOM);
                 of_gap.max((missing / HANDLES_PER_LARGE_GAP).min(LARGE_HANDLE_MAX))
             }

@@ -11,6 +11,7 @@ use crate::{
     block::{Block, BlockId, BlockState},
     config::Move,
     device::{DeviceState, Request},
+    driver::Call,
     history::Action,
     id::{DevicePtr, PhysicalHandle},
     plan::{Donor, Map, MapFailure, Plan, ReleaseRun, Reserve, Return, Source, Stray},
@@ -98,7 +99,7 @@ impl DeviceState {
 
     /// Takes note that holes could not be filled: all is as before, but for what the driver did not take back.
     pub(crate) fn commit_map_failed(&mut self, map: &Map, failure: &MapFailure) {
-        if failure.error.is_out_of_memory() {
+        if failure.error.is_out_of_memory() && failure.error.call == Call::CreateHandle {
             self.refused = Some(self.stats.reserved_bytes.all.current + map.new_bytes());
         }
         let class = self.class(map.pieces[0]);

@@ -2,7 +2,7 @@
 
 use alloc_core::{
     allocator::FreeOutcome,
-    driver::{Call, sim::SimOptions},
+    driver::{Call, Status, sim::SimOptions},
     error::AllocError,
     id::DevicePtr,
 };
@@ -154,6 +154,31 @@ fn new_handles_are_small_where_little_room_is_left_below_the_limit() {
     };
     assert_eq!(handles_of(1 << 30), 70, "of 2 MiB each");
     assert!(handles_of(64 << 30) <= 14, "a seventh of the request each, and then halves of what is missing");
+}
+
+#[test]
+fn new_handles_are_small_near_the_limit_also_after_the_peaks_are_reset() {
+    let mut rig = Rig::on("policy:rallocator", SimOptions { capacity_bytes: 4 << 30, ..SimOptions::default() });
+    rig.malloc(3200 * MIB, MAIN);
+    rig.free_all();
+    rig.allocator.reset_peak_stats(DEVICE);
+    let before = rig.gpu.call_count(Call::CreateHandle);
+    rig.malloc(3340 * MIB, MAIN);
+    assert_eq!(rig.gpu.call_count(Call::CreateHandle) - before, 70, "of 2 MiB each");
+    rig.finish();
+}
+
+#[test]
+fn new_handles_are_small_where_the_driver_refused_more_and_not_where_it_failed_otherwise() {
+    for (call, handles) in [(Call::CreateHandle, 1 + 70), (Call::SetAccess, 10 + 10)] {
+        let mut rig = Rig::on("policy:rallocator", SimOptions { capacity_bytes: 64 << 30, ..SimOptions::default() });
+        rig.malloc(140 * MIB, MAIN);
+        let before = rig.gpu.call_count(Call::CreateHandle);
+        rig.gpu.fail_next(call, 0, Status::OutOfMemory);
+        rig.malloc(140 * MIB, MAIN);
+        assert_eq!(rig.gpu.call_count(Call::CreateHandle) - before, handles, "{call:?}");
+        rig.finish();
+    }
 }
 
 #[test]

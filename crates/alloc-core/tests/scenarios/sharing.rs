@@ -158,18 +158,6 @@ fn small_requests_get_two_handles_more_before_they_wait_for_pending_blocks() {
 }
 
 #[test]
-fn handles_near_the_limit_stay_small_when_the_peaks_are_reset() {
-    let mut rig = Rig::new("policy:rallocator");
-    rig.malloc(120 * MIB, MAIN);
-    rig.free_all();
-    rig.allocator.reset_peak_stats(DEVICE);
-    let before = rig.gpu.call_count(Call::CreateHandle);
-    rig.malloc(200 * MIB, MAIN);
-    assert_eq!(rig.gpu.call_count(Call::CreateHandle) - before, 40, "of 2 MiB each");
-    rig.finish();
-}
-
-#[test]
 fn request_that_is_larger_than_what_another_stream_left_takes_that_if_it_is_a_good_part_and_obtains_the_rest() {
     for (left, waits) in [(40, 1), (12, 1), (10, 0)] {
         let mut rig = Rig::new("policy:rallocator");
