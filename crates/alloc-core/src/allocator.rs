@@ -36,7 +36,7 @@ use crate::{
     plan::{Outcome, Plan, Synchronize},
     size::REQUEST_MAX,
     source::SharedSource,
-    sync::{AtomicUsize, Mutex, MutexGuard},
+    sync::{AtomicUsize, Mutex, MutexGuard, lock_soon},
 };
 
 use climb::Climb;
@@ -88,7 +88,7 @@ struct Device {
 impl Device {
     #[inline]
     fn fast(&self) -> Result<MutexGuard<'_, DeviceState>, AllocError> {
-        self.fast.lock().map_err(|_| AllocError::Broken { device: self.id })
+        lock_soon(&self.fast).map_err(|_| AllocError::Broken { device: self.id })
     }
 
     fn slow(&self) -> Result<MutexGuard<'_, ()>, AllocError> {
