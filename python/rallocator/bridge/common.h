@@ -4,6 +4,7 @@
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDAAllocatorConfig.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/api/include/torch/version.h>
 
 #include <algorithm>
