@@ -25,8 +25,7 @@ impl DeviceState {
     /// asking stream has to wait.
     pub(crate) fn plan_borrow(&mut self, request: &Request) -> Option<Plan> {
         let lenders: Vec<PoolIx> = self.pools.ids().filter(|pool| self.lends(*pool, request)).collect();
-        let fits = lenders.into_iter().flat_map(|pool| self.pools[pool].index.iter());
-        let fits = fits.filter(|entry| entry.size >= request.rounded);
+        let fits = lenders.into_iter().flat_map(|pool| self.pools[pool].index.iter_from(request.rounded));
         let usable = fits.filter_map(|entry| Some((self.waits_before(entry.id, request)?, entry)));
         let Some((waits, entry)) = usable.min_by_key(|(waits, entry)| (!waits.is_empty(), *entry)) else {
             return self.plan_take_over_in(request, |state, pool| state.lends(pool, request));

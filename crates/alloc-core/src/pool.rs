@@ -128,8 +128,13 @@ impl FreeIndex {
 
     /// All blocks, in order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = FreeBlock> + '_ {
-        let classes = std::iter::successors(self.class_from(0), |class| self.class_from(class + 1));
-        classes.flat_map(|class| self.buckets[class].iter())
+        self.iter_from(0)
+    }
+
+    /// The blocks of at least `size` bytes, in order.
+    pub(crate) fn iter_from(&self, size: u64) -> impl Iterator<Item = FreeBlock> + '_ {
+        let classes = std::iter::successors(self.class_from(class_of(size)), |class| self.class_from(class + 1));
+        classes.flat_map(|class| self.buckets[class].iter()).filter(move |block| block.size >= size)
     }
 
     /// Makes room for blocks of the class.
@@ -375,6 +380,7 @@ mod tests {
             }
             let expected = model.iter().find(|entry| entry.size >= size).copied();
             assert_eq!(index.best_fit(size), expected);
+            assert!(index.iter_from(size).eq(model.iter().filter(|entry| entry.size >= size).copied()));
             assert_eq!((index.check(), index.largest()), (Ok(()), model.last().copied()));
         }
         assert!(index.iter().eq(model.iter().copied()));

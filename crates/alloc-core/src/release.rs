@@ -71,7 +71,7 @@ impl DeviceState {
         let chosen = if let Some(single) = index.best_fit(wanted) {
             vec![single.id]
         } else {
-            let oversize: Vec<FreeBlock> = index.iter().filter(|entry| entry.size >= limit).collect();
+            let oversize: Vec<FreeBlock> = index.iter_from(limit).collect();
             let mut bytes = 0;
             let largest_first = oversize.iter().rev().take_while(|entry| {
                 let is_needed = bytes < wanted;
@@ -136,7 +136,7 @@ impl DeviceState {
         let block = &self.blocks[id];
         let is_over = block.last_use.iter().all(|(stream, epoch)| self.streams.is_done(stream, epoch));
         let mut pieces = Runs::default();
-        let movable = self.movable_within(id).into_iter().filter(|mapping| !self.stale.holds(mapping.handle));
+        let movable = self.movable_within(id).filter(|mapping| !self.stale.holds(mapping.handle));
         movable.for_each(|mapping| pieces.push(mapping.address, mapping.size));
         if !is_over || pieces.0.is_empty() {
             return;
@@ -157,13 +157,13 @@ impl DeviceState {
     }
 
     /// The whole handles inside an idle block that nothing pins, in address order.
-    pub(crate) fn movable_within(&self, id: BlockId) -> Vec<Mapping> {
+    pub(crate) fn movable_within(&self, id: BlockId) -> impl Iterator<Item = Mapping> + '_ {
         let block = &self.blocks[id];
         let pinned = if self.pins.is_empty() { Vec::new() } else { self.pins.of_span(block.span) };
         let is_pinned =
-            |mapping: &Mapping| pinned.iter().any(|(from, to)| *from < mapping.end() && mapping.address < *to);
+            move |mapping: &Mapping| pinned.iter().any(|(from, to)| *from < mapping.end() && mapping.address < *to);
         let inside = self.spans[block.span].mappings().within(block.address, block.end());
-        inside.filter(|mapping| !is_pinned(mapping)).collect()
+        inside.filter(move |mapping| !is_pinned(mapping))
     }
 
     /// Splits a block at `address`, and puts what lies before into the index. Returns the block from `address` on.

@@ -187,11 +187,12 @@ impl DeviceState {
         let mut donors: Vec<(u64, Donor)> = Vec::new();
         let may_leave = |pool: &PoolIx| self.pools.is_releasable(*pool) && self.moving_of(*pool) == Move::On;
         let lent = self.pools.ids().filter(may_leave);
-        for entry in lent.flat_map(|pool| self.pools[pool].index.iter()) {
-            let block = &self.blocks[entry.id];
-            if block.last_use.iter().all(is_ordered) {
-                let movable = self.movable_within(entry.id).into_iter();
-                donors.extend(movable.map(|mapping| (block.size, Donor { block: entry.id, mapping })));
+        // No handle is smaller than the driver's granularity, and most idle blocks are.
+        let handle_min = self.capabilities.granularity_bytes;
+        for entry in lent.flat_map(|pool| self.pools[pool].index.iter_from(handle_min)) {
+            if self.blocks[entry.id].last_use.iter().all(is_ordered) {
+                let movable = self.movable_within(entry.id);
+                donors.extend(movable.map(|mapping| (entry.size, Donor { block: entry.id, mapping })));
             }
         }
         donors.sort_by_key(|(size, Donor { mapping, .. })| (Reverse(mapping.size), *size, Reverse(mapping.address)));
