@@ -215,8 +215,8 @@ FAULTS = (
     Fault(
         "let one handle come back to two places",
         "backing/gap.rs",
-        "coming.insert(donor.mapping.address) && !kept.contains(&donor.block)",
-        "(coming.insert(donor.mapping.address) || true) && !kept.contains(&donor.block)",
+        "coming.insert(donor.mapping.address) && !self.keeps(&donor)",
+        "(coming.insert(donor.mapping.address) || true) && !self.keeps(&donor)",
     ),
     Fault(
         "forget where a handle stands that could not come back",

@@ -80,6 +80,10 @@ impl StaleTable {
         self.within(pool, 0..u64::MAX)
     }
 
+    pub(crate) fn has_any_of(&self, pool: PoolIx) -> bool {
+        self.of_pool(pool).next().is_some()
+    }
+
     /// Those of one pool that begin between two addresses.
     pub(crate) fn within(
         &self,

@@ -7,30 +7,11 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use crate::{
     block::{Block, BlockId, BlockState},
     device::{DeviceState, Request},
-    id::PhysicalHandle,
     plan::Donor,
     pool_set::PoolIx,
     size::round_up,
     stale::Stale,
 };
-
-/// The whole idle handles that may be moved for a request, in the order in which they shall be.
-#[derive(Debug, Default)]
-pub(super) struct Donors {
-    pub(super) ordered: Vec<Donor>,
-    by_handle: FxHashMap<PhysicalHandle, usize>,
-}
-
-impl Donors {
-    pub(super) fn new(ordered: Vec<Donor>) -> Self {
-        let by_handle = ordered.iter().enumerate().map(|(index, donor)| (donor.mapping.handle, index)).collect();
-        Self { ordered, by_handle }
-    }
-
-    fn of(&self, handle: PhysicalHandle) -> Option<Donor> {
-        self.by_handle.get(&handle).map(|index| self.ordered[*index])
-    }
-}
 
 /// How a piece of a gap comes to have memory.
 #[derive(Clone, Copy, Debug)]
@@ -126,16 +107,16 @@ impl Gap {
         })
     }
 
-    /// The first blocks of the pieces: a free block is one.
-    pub(super) fn blocks(&self) -> FxHashSet<BlockId> {
-        self.pieces.iter().map(|piece| piece.block).collect()
+    /// Whether the donor lies in one of the gap's free blocks, which stay where they are.
+    pub(super) fn keeps(&self, donor: &Donor) -> bool {
+        let (first, last) = (&self.pieces[0], &self.pieces[self.pieces.len() - 1]);
+        (first.address..last.end()).contains(&donor.mapping.address)
     }
 
     /// Whether each handle comes back to one place, and from a block that is no piece of the gap.
     fn is_possible(&self) -> bool {
         let mut coming: FxHashSet<u64> = FxHashSet::default();
-        let kept = self.blocks();
-        self.returns().all(|donor| coming.insert(donor.mapping.address) && !kept.contains(&donor.block))
+        self.returns().all(|donor| coming.insert(donor.mapping.address) && !self.keeps(&donor))
     }
 }
 
@@ -227,12 +208,12 @@ impl Search {
 
 impl DeviceState {
     /// The gap in the request's pool that costs least, and of those the one at the lowest address.
-    pub(super) fn cheapest_gap(&self, request: &Request, donors: &Donors) -> Option<Gap> {
+    pub(super) fn cheapest_gap(&self, request: &Request, donors: &[Donor]) -> Option<Gap> {
         let granularity = self.capabilities.granularity_bytes;
         let mut search = Search { granularity, wanted: request.rounded, best: None };
         let is_free = |id: &BlockId| self.blocks[*id].state == BlockState::Free;
         let mut run = Run::default();
-        for (block, means) in self.without_memory(request.pool, donors) {
+        for (_, block, means) in self.without_memory(request.pool, donors) {
             let Block { previous, next, .. } = self.blocks[block];
             if previous.is_none() || run.last() != previous {
                 search.consider_all(&run.pieces);
@@ -251,22 +232,23 @@ impl DeviceState {
     }
 
     /// Holes of a pool and stale blocks that may be used, in address order, and how.
-    fn without_memory(&self, pool: PoolIx, donors: &Donors) -> Vec<(BlockId, Means)> {
+    fn without_memory(&self, pool: PoolIx, donors: &[Donor]) -> Vec<(u64, BlockId, Means)> {
         let holes = self.pools[pool].unmapped.iter().map(|(address, id)| (*address, *id, Means::Fill));
-        let is_flooded = self.stale.is_flooded(self.capabilities.stale_mappings_max);
-        let looked_at = (!is_flooded).then(|| self.stale.of_pool(pool)).into_iter().flatten();
-        let stale = looked_at.filter_map(|(address, Stale { block, handle, .. })| {
-            let means = match donors.of(handle) {
-                Some(donor) => Means::Return(donor),
-                None if self.is_over(block) => Means::Fill,
-                None => return None,
-            };
-            Some((address, block, means))
-        });
-        let mut all: Vec<_> = holes.chain(stale).collect();
-        // Two ascending lists, which this sort merges.
-        all.sort_by_key(|(address, ..)| *address);
-        all.into_iter().map(|(_, block, means)| (block, means)).collect()
+        let mut all: Vec<_> = holes.collect();
+        if !self.stale.is_flooded(self.capabilities.stale_mappings_max) && self.stale.has_any_of(pool) {
+            let by_handle: FxHashMap<_, _> = donors.iter().map(|donor| (donor.mapping.handle, donor)).collect();
+            all.extend(self.stale.of_pool(pool).filter_map(|(address, Stale { block, handle, .. })| {
+                let means = match by_handle.get(&handle) {
+                    Some(donor) => Means::Return(**donor),
+                    None if self.is_over(block) => Means::Fill,
+                    None => return None,
+                };
+                Some((address, block, means))
+            }));
+            // Two ascending lists, which this sort merges.
+            all.sort_by_key(|(address, ..)| *address);
+        }
+        all
     }
 
     /// The stale mappings of other handles where so many bytes of each of the gap's holes are to be filled.

@@ -16,7 +16,7 @@ use rustc_hash::FxHashSet;
 
 use crate::{
     backing::{
-        gap::{Donors, Gap, Means, Piece},
+        gap::{Gap, Means, Piece},
         mapping::{Mapping, Mappings},
     },
     block::{BlockId, BlockState},
@@ -173,9 +173,9 @@ impl DeviceState {
 
     /// Whole idle handles that may be moved for the request: large ones first, which take the fewest calls, and of those
     /// the ones in the smallest idle blocks, which serve few requests as they are.
-    fn donors(&self, request: &Request, lenders: Lenders) -> Donors {
+    fn donors(&self, request: &Request, lenders: Lenders) -> Vec<Donor> {
         if lenders == Lenders::Nobody || self.is_tracked || self.moving_of(request.pool) != Move::On {
-            return Donors::default();
+            return Vec::new();
         }
         // What a graph captures runs again later: order on the stream that captured it proves nothing.
         let asking = self.pools[request.pool].owner.is_none().then_some(self.pools[request.pool].stream);
@@ -196,7 +196,7 @@ impl DeviceState {
             }
         }
         donors.sort_by_key(|(size, Donor { mapping, .. })| (Reverse(mapping.size), *size, Reverse(mapping.address)));
-        Donors::new(donors.into_iter().map(|(_, donor)| donor).collect())
+        donors.into_iter().map(|(_, donor)| donor).collect()
     }
 
     /// Whether `cross_stream_reuse` lets other streams wait for this one.
@@ -209,12 +209,11 @@ impl DeviceState {
     }
 
     /// Chooses what fills the gap's holes: donors in their order, then new handles.
-    fn fill(&self, request: &Request, gap: &Gap, donors: &Donors) -> Filling {
+    fn fill(&self, request: &Request, gap: &Gap, donors: &[Donor]) -> Filling {
         let new_size = self.new_handle_size(self.pools[request.pool].class, gap.missing);
         let returning: FxHashSet<PhysicalHandle> = gap.returns().map(|donor| donor.mapping.handle).collect();
-        let kept = gap.blocks();
-        let is_busy = |donor: &Donor| returning.contains(&donor.mapping.handle) || kept.contains(&donor.block);
-        let mut candidates: Vec<Donor> = donors.ordered.iter().filter(|donor| !is_busy(donor)).copied().collect();
+        let is_busy = |donor: &Donor| gap.keeps(donor) || returning.contains(&donor.mapping.handle);
+        let mut candidates: Vec<Donor> = donors.iter().filter(|donor| !is_busy(donor)).copied().collect();
         let mut filling = Filling::default();
         for (mut missing, spare) in gap.holes() {
             let mut sources = Vec::new();
