@@ -251,14 +251,14 @@ FAULTS = (
     Fault(
         "move where a little growth serves",
         "ladder.rs",
-        "self.plan_move(request, Lenders::Nobody, Growth::WithinNeed)",
-        "self.plan_move(request, Lenders::Ordered, Growth::WithinNeed)",
+        "self.plan_move(request, Lenders::Nobody, Growth::WithinNeed, findings)",
+        "self.plan_move(request, Lenders::Ordered, Growth::WithinNeed, findings)",
     ),
     Fault(
         "take new memory for all where another stream left too little",
         "ladder.rs",
-        "self.plan_move(request, Lenders::AfterWait, Growth::ToLimit)",
-        "self.plan_move(request, Lenders::AfterWait, Growth::None)",
+        "self.plan_move(request, Lenders::AfterWait, Growth::ToLimit, findings)",
+        "self.plan_move(request, Lenders::AfterWait, Growth::None, findings)",
     ),
     Fault(
         "wait for another stream whatever it spares",

@@ -9,7 +9,7 @@
 use std::mem;
 
 use crate::{
-    backing::moving::{Growth, Lenders},
+    backing::moving::{Findings, Growth, Lenders},
     config::Policy,
     device::{DeviceState, Request},
     driver::{Call, DriverError},
@@ -220,6 +220,7 @@ impl DeviceState {
         if let Some(address) = self.malloc(&ladder.request) {
             return Step::Done(address);
         }
+        let findings = Findings::default();
         while let Some(rung) = Rung::order(self.rules).get(ladder.next).copied() {
             ladder.next += 1;
             if rung == Rung::GrowLast && !ladder.was_retried {
@@ -232,7 +233,7 @@ impl DeviceState {
             if matches!(rung, Rung::Wait | Rung::Synchronize) && self.is_beyond_reach(&ladder.request) {
                 continue;
             }
-            let Some(plan) = self.plan_for(rung, &ladder.request) else { continue };
+            let Some(plan) = self.plan_for(rung, &ladder.request, &findings) else { continue };
             ladder.is_making_room = match plan {
                 Plan::Reserve(_) => true,
                 Plan::Unmap(_) => !matches!(rung, Rung::UnmapSurplus | Rung::UnmapStale),
@@ -285,8 +286,8 @@ impl DeviceState {
         self.pools.drop_empty_privates();
     }
 
-    /// What `rung` asks of the driver for this request, if it applies.
-    fn plan_for(&mut self, rung: Rung, request: &Request) -> Option<Plan> {
+    /// What `rung` asks of the driver for this request, if it applies. If not, all that `findings` are about is as before.
+    fn plan_for(&mut self, rung: Rung, request: &Request, findings: &Findings) -> Option<Plan> {
         match rung {
             // A pool with a source of its own follows the rules of torch's segments, whatever the others do.
             Rung::GrowWithinNeed | Rung::Move | Rung::MoveAndGrow | Rung::MoveAfterWait | Rung::Borrow
@@ -298,16 +299,16 @@ impl DeviceState {
             Rung::Poll => self.plan_poll(),
             Rung::UnmapSurplus => self.plan_unmap_surplus(),
             Rung::Collect => self.plan_collect(),
-            Rung::GrowWithinNeed => self.plan_move(request, Lenders::Nobody, Growth::WithinNeed),
-            Rung::Move => self.plan_move(request, Lenders::Ordered, Growth::None),
-            Rung::MoveAndGrow => self.plan_move(request, Lenders::Ordered, Growth::WithinNeed),
+            Rung::GrowWithinNeed => self.plan_move(request, Lenders::Nobody, Growth::WithinNeed, findings),
+            Rung::Move => self.plan_move(request, Lenders::Ordered, Growth::None, findings),
+            Rung::MoveAndGrow => self.plan_move(request, Lenders::Ordered, Growth::WithinNeed, findings),
             Rung::TakeOverEarly => self.plan_take_over_early(request),
             Rung::TakeOver => self.plan_take_over(request),
-            Rung::MoveAfterWait => self.plan_move(request, Lenders::AfterWait, Growth::ToLimit),
-            Rung::Grow | Rung::GrowLast => self.plan_growth(request),
+            Rung::MoveAfterWait => self.plan_move(request, Lenders::AfterWait, Growth::ToLimit, findings),
+            Rung::Grow | Rung::GrowLast => self.plan_growth(request, findings),
             Rung::Borrow => self.plan_borrow(request),
             Rung::ReleaseOversize => self.plan_release_oversize(request),
-            Rung::GrowAfterOversize => self.config.max_split_size.and_then(|_| self.plan_growth(request)),
+            Rung::GrowAfterOversize => self.config.max_split_size.and_then(|_| self.plan_growth(request, findings)),
             Rung::CloseAll => self.plan_close_all(),
             Rung::Wait => self.plan_wait_for_all(),
             Rung::UnmapStale => self.plan_unmap_stale(),
@@ -324,11 +325,11 @@ impl DeviceState {
         self.plan_wait()
     }
 
-    fn plan_growth(&mut self, request: &Request) -> Option<Plan> {
+    fn plan_growth(&mut self, request: &Request, findings: &Findings) -> Option<Plan> {
         match self.pools[request.pool].terms.rules {
             Policy::Native => self.plan_obtain(request),
             Policy::Expandable => self.plan_map(request),
-            Policy::Rallocator => self.plan_move(request, Lenders::Ordered, Growth::ToLimit),
+            Policy::Rallocator => self.plan_move(request, Lenders::Ordered, Growth::ToLimit, findings),
         }
     }
 

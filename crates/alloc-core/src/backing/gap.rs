@@ -272,6 +272,12 @@ impl DeviceState {
         Some(Gap { pieces, missing, returning: 0, spare, fills_end: false })
     }
 
+    /// Whether [`widest_hole`](Self::widest_hole) finds one. The last hole, which no memory has come to yet, nearly always is.
+    pub(super) fn has_wide_hole(&self, request: &Request) -> bool {
+        let missing = self.whole_granules(request.rounded);
+        self.pools[request.pool].unmapped.values().rev().any(|id| self.blocks[*id].size >= missing)
+    }
+
     pub(super) fn whole_granules(&self, bytes: u64) -> u64 {
         round_up(bytes, self.capabilities.granularity_bytes)
     }

@@ -10,7 +10,7 @@
 //!
 //! Memory of live private pools and pinned memory are never donors.
 
-use std::{cmp::Reverse, collections::BTreeMap};
+use std::{cell::OnceCell, cmp::Reverse, collections::BTreeMap};
 
 use rustc_hash::FxHashSet;
 
@@ -95,26 +95,54 @@ impl Filling {
     }
 }
 
+/// What was found for a request, by [`Lenders`], if it was searched for. It holds as long as nothing changes, so rungs
+/// that are tried under one lock, each after one that has no plan, search once.
+#[derive(Debug, Default)]
+pub(crate) struct Findings([OnceCell<Option<(Gap, Filling)>>; 3]);
+
 impl DeviceState {
     /// Fills the gap that costs least with idle handles, and with new ones where `growth` allows. `None` if that is not
-    /// enough.
-    pub(crate) fn plan_move(&mut self, request: &Request, lenders: Lenders, growth: Growth) -> Option<Plan> {
+    /// enough; then nothing has changed.
+    pub(crate) fn plan_move(
+        &mut self,
+        request: &Request,
+        lenders: Lenders,
+        growth: Growth,
+        findings: &Findings,
+    ) -> Option<Plan> {
         if self.moving_of(request.pool) == Move::Contiguous {
             return self.plan_single(request, growth);
         }
-        let Some((gap, filling)) = self.cheapest_filling(request, lenders) else { return self.plan_reserve(request) };
+        if lenders == Lenders::Nobody && self.takes_more_than(request, growth) {
+            return None;
+        }
+        let Some((gap, filling)) = self.finding(request, lenders, findings) else { return self.plan_reserve(request) };
         if !self.may_grow(request, filling.new_bytes, growth) {
             return None;
         }
-        if lenders == Lenders::AfterWait && !self.is_worth_waiting(request, &filling) {
+        if lenders == Lenders::AfterWait && !self.is_worth_waiting(request, filling, findings) {
             return None;
         }
         let waits = self.waits_for(request, filling.donors().chain(gap.returns()))?;
-        let in_the_way = self.in_the_way_of(&gap, filling.sizes(), request.pool);
+        let in_the_way = self.in_the_way_of(gap, filling.sizes(), request.pool);
         if !in_the_way.is_empty() {
             return self.plan_unmap(in_the_way);
         }
-        Some(Plan::Map(self.claim(request, &gap, filling, waits)))
+        Some(Plan::Map(self.claim(request, gap, filling, waits)))
+    }
+
+    /// Whether it is plain without a search that the request takes more new memory than `growth` allows, if nobody lends
+    /// any: there is a gap, and every one takes a granule or more where no free block is wide enough by itself.
+    fn takes_more_than(&self, request: &Request, growth: Growth) -> bool {
+        let has_wide_block = || self.pools[request.pool].index.best_fit(request.rounded).is_some();
+        !self.may_grow(request, self.capabilities.granularity_bytes, growth)
+            && self.has_wide_hole(request)
+            && !has_wide_block()
+    }
+
+    /// What [`cheapest_filling`](Self::cheapest_filling) says.
+    fn finding<'a>(&self, request: &Request, lenders: Lenders, known: &'a Findings) -> Option<&'a (Gap, Filling)> {
+        known.0[lenders as usize].get_or_init(|| self.cheapest_filling(request, lenders)).as_ref()
     }
 
     /// Of the gaps that are looked at, the one that takes the least new memory, and what fills it.
@@ -130,12 +158,12 @@ impl DeviceState {
 
     /// Whether memory that other streams may still be using spares all new memory, or a good part of it: a wait ties two
     /// streams together, whatever it brings.
-    fn is_worth_waiting(&self, request: &Request, after_wait: &Filling) -> bool {
+    fn is_worth_waiting(&self, request: &Request, after_wait: &Filling, findings: &Findings) -> bool {
         let spares_enough = |without: &Filling| {
             without.new_bytes.saturating_sub(after_wait.new_bytes) >= request.rounded / WAITS_FOR_SHARE
         };
-        let without_wait = || self.cheapest_filling(request, Lenders::Ordered);
-        after_wait.new_bytes == 0 || without_wait().is_some_and(|(_, without)| spares_enough(&without))
+        let without_wait = || self.finding(request, Lenders::Ordered, findings);
+        after_wait.new_bytes == 0 || without_wait().is_some_and(|(_, without)| spares_enough(without))
     }
 
     pub(super) fn may_grow(&self, request: &Request, new: u64, growth: Growth) -> bool {
@@ -265,13 +293,13 @@ impl DeviceState {
     }
 
     /// Claims the gap and the donors.
-    fn claim(&mut self, request: &Request, gap: &Gap, filling: Filling, waits: Vec<Mark>) -> Map {
+    fn claim(&mut self, request: &Request, gap: &Gap, filling: &Filling, waits: Vec<Mark>) -> Map {
         let mut claimed = self.claim_donors(filling.donors().chain(gap.returns()).collect());
         let mut claimed_donor = |mut donor: Donor| {
             donor.block = claimed.remove(&donor.mapping.address).expect("every donor was claimed");
             donor
         };
-        let mut fillings = filling.holes.into_iter();
+        let mut fillings = filling.holes.iter();
         let (mut pieces, mut holes, mut returns) = (Vec::new(), Vec::new(), Vec::new());
         for Piece { mut block, last, means, .. } in gap.pieces.iter().copied() {
             match means {
@@ -280,7 +308,7 @@ impl DeviceState {
                     self.blocks[block].state = BlockState::Claimed;
                 }
                 Means::Fill => {
-                    let mut sources = fillings.next().expect("one filling for each hole");
+                    let mut sources = fillings.next().expect("one filling for each hole").clone();
                     for source in &mut sources {
                         if let Source::Moved(donor) = source {
                             *donor = claimed_donor(*donor);
