@@ -31,9 +31,8 @@ impl DeviceState {
     /// Events for all streams that pending blocks wait for and that none answers for yet; and, once there are enough of
     /// them, for the last uses of new stale mappings.
     pub(crate) fn plan_close_pending(&mut self) -> Option<Plan> {
-        let mut needed: Vec<_> = self.awaited_epochs().collect();
-        needed.extend(self.take_fresh_uses());
-        needed.sort_unstable();
+        let fresh = self.take_fresh_uses();
+        let needed = self.last_of_each(self.awaited_epochs().chain(fresh));
         self.plan_close(needed)
     }
 
@@ -47,9 +46,8 @@ impl DeviceState {
         let releasable = self.pools.ids().filter(|pool| needs_proof(pool) && self.pools.is_releasable(*pool));
         let idle = releasable.flat_map(|pool| self.pools[pool].index.iter()).map(|entry| entry.id);
         let held = pending.chain(idle).chain(self.stale.iter().map(|stale| stale.block));
-        let mut needed: Vec<_> = held.flat_map(|block| self.blocks[block].last_use.iter()).collect();
-        needed.extend(self.awaited_epochs());
-        needed.sort_unstable();
+        let uses = held.flat_map(|block| self.blocks[block].last_use.iter());
+        let needed = self.last_of_each(uses.chain(self.awaited_epochs()));
         self.plan_close(needed)
     }
 
@@ -67,14 +65,21 @@ impl DeviceState {
         })
     }
 
-    /// `needed` names streams with the epochs that shall be answered for, the highest of each stream last.
+    /// Every stream with the last of its epochs among these uses; epoch 0, which needs no answer, if there is none.
+    fn last_of_each(&self, uses: impl Iterator<Item = (StreamIx, Epoch)>) -> Vec<(StreamIx, Epoch)> {
+        let mut last: Vec<_> = self.streams.ids().map(|stream| (stream, 0)).collect();
+        uses.for_each(|(stream, epoch)| {
+            let known = &mut last[stream.index()].1;
+            *known = epoch.max(*known);
+        });
+        last
+    }
+
+    /// `needed` names each stream with the epoch that shall be answered for.
     fn plan_close(&mut self, needed: Vec<(StreamIx, Epoch)>) -> Option<Plan> {
-        let mut closings: Vec<Closing> = Vec::new();
-        for (stream, epoch) in needed.into_iter().rev() {
-            if !closings.iter().any(|closing| closing.stream == stream) {
-                closings.extend(self.streams.begin_close(stream, epoch));
-            }
-        }
+        let last_stream_first = needed.into_iter().rev();
+        let mut closings: Vec<Closing> =
+            last_stream_first.filter_map(|(stream, epoch)| self.streams.begin_close(stream, epoch)).collect();
         closings.reverse();
         (!closings.is_empty()).then_some(Plan::Close(closings))
     }
