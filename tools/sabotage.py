@@ -215,8 +215,8 @@ FAULTS = (
     Fault(
         "let one handle come back to two places",
         "backing/gap.rs",
-        "coming.insert(donor.mapping.address) && !self.keeps(&donor)",
-        "(coming.insert(donor.mapping.address) || true) && !self.keeps(&donor)",
+        "!kept.contains(&address) && self.coming.insert(address)",
+        "!kept.contains(&address) && (self.coming.insert(address) || true)",
     ),
     Fault(
         "forget where a handle stands that could not come back",

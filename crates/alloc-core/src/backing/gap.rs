@@ -89,10 +89,7 @@ impl Gap {
 
     /// The handles that come back.
     pub(super) fn returns(&self) -> impl Iterator<Item = Donor> + '_ {
-        self.pieces.iter().filter_map(|piece| match piece.means {
-            Means::Return(donor) => Some(donor),
-            Means::Has | Means::Fill => None,
-        })
+        returns(&self.pieces)
     }
 
     /// The addresses that so many bytes in each hole take up.
@@ -109,15 +106,21 @@ impl Gap {
 
     /// Whether the donor lies in one of the gap's free blocks, which stay where they are.
     pub(super) fn keeps(&self, donor: &Donor) -> bool {
-        let (first, last) = (&self.pieces[0], &self.pieces[self.pieces.len() - 1]);
-        (first.address..last.end()).contains(&donor.mapping.address)
+        addresses(&self.pieces).contains(&donor.mapping.address)
     }
+}
 
-    /// Whether each handle comes back to one place, and from a block that is no piece of the gap.
-    fn is_possible(&self) -> bool {
-        let mut coming: FxHashSet<u64> = FxHashSet::default();
-        self.returns().all(|donor| coming.insert(donor.mapping.address) && !self.keeps(&donor))
-    }
+/// The addresses of pieces that touch each other.
+fn addresses(pieces: &[Piece]) -> Range<u64> {
+    pieces[0].address..pieces[pieces.len() - 1].end()
+}
+
+/// The handles that come back to pieces.
+fn returns(pieces: &[Piece]) -> impl Iterator<Item = Donor> + '_ {
+    pieces.iter().filter_map(|piece| match piece.means {
+        Means::Return(donor) => Some(donor),
+        Means::Has | Means::Fill => None,
+    })
 }
 
 /// Pieces that touch each other.
@@ -150,6 +153,8 @@ struct Search {
     /// The bytes of the request.
     wanted: u64,
     best: Option<Gap>,
+    /// Where the handles are that come back in the gap that is looked at.
+    coming: FxHashSet<u64>,
 }
 
 impl Search {
@@ -197,12 +202,21 @@ impl Search {
         }
         let spare = if cut.is_hole() { (bytes - self.wanted) / self.granularity * self.granularity } else { 0 };
         let missing = missing - spare;
-        if self.best.as_ref().is_none_or(|best| (missing + returning, missing) < best.cost()) {
-            let gap = Gap { pieces: pieces.to_vec(), missing, returning, spare, fills_end };
-            if gap.is_possible() {
-                self.best = Some(gap);
-            }
+        if self.best.as_ref().is_none_or(|best| (missing + returning, missing) < best.cost())
+            && self.is_possible(pieces)
+        {
+            self.best = Some(Gap { pieces: pieces.to_vec(), missing, returning, spare, fills_end });
         }
+    }
+
+    /// Whether each handle comes back to one place, and from a block that is no piece of the gap.
+    fn is_possible(&mut self, pieces: &[Piece]) -> bool {
+        let kept = addresses(pieces);
+        self.coming.clear();
+        returns(pieces).all(|donor| {
+            let address = donor.mapping.address;
+            !kept.contains(&address) && self.coming.insert(address)
+        })
     }
 }
 
@@ -210,7 +224,7 @@ impl DeviceState {
     /// The gap in the request's pool that costs least, and of those the one at the lowest address.
     pub(super) fn cheapest_gap(&self, request: &Request, donors: &[Donor]) -> Option<Gap> {
         let granularity = self.capabilities.granularity_bytes;
-        let mut search = Search { granularity, wanted: request.rounded, best: None };
+        let mut search = Search { granularity, wanted: request.rounded, best: None, coming: FxHashSet::default() };
         let is_free = |id: &BlockId| self.blocks[*id].state == BlockState::Free;
         let mut run = Run::default();
         for (_, block, means) in self.without_memory(request.pool, donors) {
