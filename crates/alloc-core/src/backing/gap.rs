@@ -1,6 +1,6 @@
 //! Where a request could be served from if memory came there: gaps between the blocks in use.
 
-use std::{cmp::Reverse, ops::Range};
+use std::{cmp::Reverse, iter, ops::Range};
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -227,7 +227,7 @@ impl DeviceState {
         let mut search = Search { granularity, wanted: request.rounded, best: None, coming: FxHashSet::default() };
         let is_free = |id: &BlockId| self.blocks[*id].state == BlockState::Free;
         let mut run = Run::default();
-        for (_, block, means) in self.without_memory(request.pool, donors) {
+        for (block, means) in self.without_memory(request.pool, donors) {
             let Block { previous, next, .. } = self.blocks[block];
             if previous.is_none() || run.last() != previous {
                 search.consider_all(&run.pieces);
@@ -246,23 +246,23 @@ impl DeviceState {
     }
 
     /// Holes of a pool and stale blocks that may be used, in address order, and how.
-    fn without_memory(&self, pool: PoolIx, donors: &[Donor]) -> Vec<(u64, BlockId, Means)> {
-        let holes = self.pools[pool].unmapped.iter().map(|(address, id)| (*address, *id, Means::Fill));
-        let mut all: Vec<_> = holes.collect();
-        if !self.stale.is_flooded(self.capabilities.stale_mappings_max) && self.stale.has_any_of(pool) {
-            let by_handle: FxHashMap<_, _> = donors.iter().map(|donor| (donor.mapping.handle, donor)).collect();
-            all.extend(self.stale.of_pool(pool).filter_map(|(address, Stale { block, handle, .. })| {
-                let means = match by_handle.get(&handle) {
-                    Some(donor) => Means::Return(**donor),
-                    None if self.is_over(block) => Means::Fill,
-                    None => return None,
-                };
-                Some((address, block, means))
-            }));
-            // Two ascending lists, which this sort merges.
-            all.sort_by_key(|(address, ..)| *address);
-        }
-        all
+    fn without_memory(&self, pool: PoolIx, donors: &[Donor]) -> impl Iterator<Item = (BlockId, Means)> + '_ {
+        let is_flooded = self.stale.is_flooded(self.capabilities.stale_mappings_max);
+        let looked_at = (!is_flooded && self.stale.has_any_of(pool)).then(|| self.stale.of_pool(pool));
+        let lent = if looked_at.is_some() { donors } else { &[] };
+        let by_handle: FxHashMap<_, _> = lent.iter().map(|donor| (donor.mapping.handle, *donor)).collect();
+        let usable = move |(address, Stale { block, handle, .. })| match by_handle.get(&handle) {
+            Some(donor) => Some((address, block, Means::Return(*donor))),
+            None => self.is_over(block).then_some((address, block, Means::Fill)),
+        };
+        let mut stale = looked_at.into_iter().flatten().filter_map(usable).peekable();
+        let mut holes = self.pools[pool].unmapped.iter().map(|(address, id)| (*address, *id, Means::Fill)).peekable();
+        let merged = iter::from_fn(move || match (stale.peek(), holes.peek()) {
+            (Some((stale_address, ..)), Some((hole_address, ..))) if stale_address > hole_address => holes.next(),
+            (Some(_), _) => stale.next(),
+            (None, _) => holes.next(),
+        });
+        merged.map(|(_, block, means)| (block, means))
     }
 
     /// The stale mappings of other handles where so many bytes of each of the gap's holes are to be filled.
