@@ -1,7 +1,8 @@
-//! Nanoseconds of the cached path: `cargo bench -p alloc-core --features sim --bench core`.
+//! Nanoseconds of the cached path, and of what no free block serves: `cargo bench -p alloc-core --features sim --bench core`.
 //!
-//! Every figure is for one malloc and one free, with all statistics on. Another program on the machine makes these
-//! figures worse and never better; `instructions` counts what no other program disturbs.
+//! Every figure is for one malloc and one free, or for two of each where streams take turns, with all statistics on.
+//! Another program on the machine makes these figures worse and never better; `instructions` counts what no other program
+//! disturbs.
 
 mod workload;
 
@@ -14,7 +15,7 @@ use std::{
 use alloc_core::id::StreamHandle;
 use criterion::{Criterion, criterion_group, criterion_main};
 
-use workload::{KIB, MIB, Machine, POLICIES, Replacement, SIDE};
+use workload::{KIB, MIB, Machine, POLICIES, Replacement, SIDE, Turns};
 
 fn cached_pair(criterion: &mut Criterion) {
     let sizes = [(512, "512 B"), (4 * KIB, "4 KiB"), (MIB, "1 MiB"), (2 * MIB, "2 MiB"), (64 * MIB, "64 MiB")];
@@ -46,6 +47,14 @@ fn pair_on_two_streams(criterion: &mut Criterion) {
             machine.touch(SIDE);
             group.bench_function(name, |bencher| bencher.iter(|| machine.pair_on_two_streams(size, SIDE)));
         }
+    }
+}
+
+fn in_turn(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("two streams in turn");
+    for (policy, policy_name) in POLICIES {
+        let mut turns = Turns::new(&Machine::new(policy));
+        group.bench_function(policy_name, |bencher| bencher.iter(|| turns.step()));
     }
 }
 
@@ -83,5 +92,5 @@ fn on_two_threads(count: u64, streams: [StreamHandle; 2], work: impl Fn(StreamHa
     .elapsed()
 }
 
-criterion_group!(benches, cached_pair, random_replacement, pair_on_two_streams, two_threads);
+criterion_group!(benches, cached_pair, random_replacement, pair_on_two_streams, in_turn, two_threads);
 criterion_main!(benches);

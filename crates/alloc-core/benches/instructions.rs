@@ -1,4 +1,5 @@
-//! Instructions of the cached path, counted by valgrind: the same on every run and whatever else the machine does.
+//! Instructions of the cached path, and of what no free block serves, counted by valgrind: the same on every run and
+//! whatever else the machine does.
 //!
 //! `cargo bench -p alloc-core --features sim --bench instructions` runs itself under callgrind, twice for each workload
 //! with different numbers of steps: the difference is what the steps cost, without the set-up. It fails where a count is
@@ -15,46 +16,55 @@ use std::{
 
 use alloc_core::{config::Policy, id::StreamHandle};
 
-use workload::{KIB, MIB, Machine, POLICIES, Replacement, SIDE};
+use workload::{KIB, MIB, Machine, POLICIES, Replacement, SIDE, Turns};
 
 /// Steps of the shorter run, and of the longer one.
 const STEPS: [u64; 2] = [1_000, 21_000];
+/// The same of steps that cost as much as a hundred others.
+const FEW_STEPS: [u64; 2] = [100, 1_100];
 
 struct Workload {
     name: &'static str,
+    steps: [u64; 2],
     /// Instructions that one step may take at most, by policy in the order of [`POLICIES`]: a twentieth more than it
     /// took on x86-64 when the ceiling was last set.
     ceilings: [u64; 3],
     run: fn(Policy, u64),
 }
 
-const WORKLOADS: [Workload; 6] = [
+const WORKLOADS: [Workload; 7] = [
     Workload {
         name: "cached pair, 512 B",
+        steps: STEPS,
         ceilings: [1_190, 1_230, 1_105],
         run: |policy, steps| pairs(policy, 512, steps),
     },
     Workload {
         name: "cached pair, 64 MiB",
+        steps: STEPS,
         ceilings: [790, 1_220, 755],
         run: |policy, steps| pairs(policy, 64 * MIB, steps),
     },
     Workload {
         name: "1,000 live up to 1 MiB",
+        steps: STEPS,
         ceilings: [1_230, 1_140, 1_120],
         run: |policy, steps| replace(policy, 1_000, 20, steps),
     },
     Workload {
         name: "1,000 live up to 8 MiB",
+        steps: STEPS,
         ceilings: [1_205, 1_160, 1_220],
         run: |policy, steps| replace(policy, 1_000, 23, steps),
     },
     Workload {
         name: "10,000 live up to 8 MiB",
+        steps: STEPS,
         ceilings: [1_270, 1_240, 1_270],
         run: |policy, steps| replace(policy, 10_000, 23, steps),
     },
-    Workload { name: "record_stream, 4 KiB", ceilings: [2_610, 2_465, 2_420], run: on_two_streams },
+    Workload { name: "record_stream, 4 KiB", steps: STEPS, ceilings: [2_610, 2_465, 2_420], run: on_two_streams },
+    Workload { name: "two streams in turn", steps: FEW_STEPS, ceilings: [2_420, 2_430, 249_200], run: in_turn },
 ];
 
 fn pairs(policy: Policy, size: u64, steps: u64) {
@@ -71,6 +81,11 @@ fn on_two_streams(policy: Policy, steps: u64) {
     let machine = Machine::new(policy);
     machine.touch(SIDE);
     (0..steps).for_each(|_| machine.pair_on_two_streams(4 * KIB, SIDE));
+}
+
+fn in_turn(policy: Policy, steps: u64) {
+    let mut turns = Turns::new(&Machine::new(policy));
+    (0..steps).for_each(|_| turns.step());
 }
 
 fn main() -> ExitCode {
@@ -110,8 +125,8 @@ fn report() -> io::Result<bool> {
     let mut all_below = true;
     for (position, (_, policy)) in POLICIES.into_iter().enumerate() {
         for workload in &WORKLOADS {
-            let [shorter, longer] = STEPS.map(|steps| count(policy, workload.name, steps));
-            let a_step = (longer? - shorter?) / (STEPS[1] - STEPS[0]);
+            let [shorter, longer] = workload.steps.map(|steps| count(policy, workload.name, steps));
+            let a_step = (longer? - shorter?) / (workload.steps[1] - workload.steps[0]);
             let ceiling = workload.ceilings[position];
             let remark = if a_step > ceiling { "  TOO MANY" } else { "" };
             println!("{policy:<11} {:<24} {a_step:>21} {ceiling:>8}{remark}", workload.name);

@@ -77,7 +77,7 @@ pub(crate) struct Replacement {
     stream: StreamHandle,
     held: Vec<DevicePtr>,
     max_size_log2: u64,
-    random: u64,
+    numbers: Numbers,
 }
 
 impl Replacement {
@@ -87,10 +87,10 @@ impl Replacement {
             stream,
             held: Vec::with_capacity(live),
             max_size_log2,
-            random: 88_172_645_463_325_252,
+            numbers: Numbers::default(),
         };
         for _ in 0..live {
-            let size = this.size();
+            let size = this.numbers.size(max_size_log2);
             this.held.push(machine.malloc(size, stream));
         }
         // Until the pool has found its shape.
@@ -101,14 +101,55 @@ impl Replacement {
     }
 
     pub(crate) fn step(&mut self) {
-        let position = self.below(self.held.len() as u64) as usize;
+        let position = self.numbers.below(self.held.len() as u64) as usize;
         self.machine.free(self.held[position]);
-        let size = self.size();
+        let size = self.numbers.size(self.max_size_log2);
         self.held[position] = self.machine.malloc(size, self.stream);
     }
+}
 
-    fn size(&mut self) -> u64 {
-        let scaled = (self.next() >> 32) * self.max_size_log2;
+/// Two streams that hold blocks of their own and take turns with a large block, of another size each time. Most of its
+/// memory is idle in the other stream's pool when it is asked for: two steps of three find no free block under the policy
+/// rallocator, and nearly all instructions are theirs.
+pub(crate) struct Turns {
+    machine: Machine,
+    residents: [Replacement; 2],
+    steps: usize,
+    numbers: Numbers,
+}
+
+impl Turns {
+    const LIVE: usize = 200;
+    const RESIDENT_MAX_LOG2: u64 = 23;
+    const LARGE_MIN: u64 = 32 * MIB;
+
+    pub(crate) fn new(machine: &Machine) -> Self {
+        machine.touch(SIDE);
+        let residents = [StreamHandle::DEFAULT, SIDE]
+            .map(|stream| Replacement::new(machine, stream, Self::LIVE, Self::RESIDENT_MAX_LOG2));
+        Self { machine: machine.clone(), residents, steps: 0, numbers: Numbers::default() }
+    }
+
+    pub(crate) fn step(&mut self) {
+        let resident = &mut self.residents[self.steps % 2];
+        self.machine.pair(Self::LARGE_MIN + self.numbers.below(Self::LARGE_MIN), resident.stream);
+        resident.step();
+        self.steps += 1;
+    }
+}
+
+/// Marsaglia's xorshift.
+struct Numbers(u64);
+
+impl Default for Numbers {
+    fn default() -> Self {
+        Self(88_172_645_463_325_252)
+    }
+}
+
+impl Numbers {
+    fn size(&mut self, max_size_log2: u64) -> u64 {
+        let scaled = (self.next() >> 32) * max_size_log2;
         let (exponent, fraction) = (scaled >> 32, scaled & u64::from(u32::MAX));
         ((1 << exponent) + ((fraction << exponent) >> 32)).max(512)
     }
@@ -117,11 +158,10 @@ impl Replacement {
         ((self.next() >> 32) * limit) >> 32
     }
 
-    /// Marsaglia's xorshift.
     fn next(&mut self) -> u64 {
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        self.random
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
     }
 }
