@@ -36,7 +36,7 @@ use crate::{
     plan::{Outcome, Plan, Synchronize},
     size::REQUEST_MAX,
     source::SharedSource,
-    sync::{AtomicUsize, Mutex, MutexGuard, lock_soon},
+    sync::{AtomicUsize, Mutex, MutexGuard, ShortGuard, ShortLock},
 };
 
 use climb::Climb;
@@ -77,7 +77,7 @@ pub type OomCallback = Arc<dyn Fn() -> bool + Send + Sync>;
 /// One device's state and locks.
 struct Device {
     id: DeviceId,
-    fast: Mutex<DeviceState>,
+    fast: ShortLock<DeviceState>,
     slow: Mutex<()>,
     /// Private pools that requests are being routed to.
     routes: Mutex<Routes>,
@@ -87,8 +87,8 @@ struct Device {
 
 impl Device {
     #[inline]
-    fn fast(&self) -> Result<MutexGuard<'_, DeviceState>, AllocError> {
-        lock_soon(&self.fast).map_err(|_| AllocError::Broken { device: self.id })
+    fn fast(&self) -> Result<ShortGuard<'_, DeviceState>, AllocError> {
+        self.fast.lock().map_err(|_| AllocError::Broken { device: self.id })
     }
 
     fn slow(&self) -> Result<MutexGuard<'_, ()>, AllocError> {
@@ -188,7 +188,7 @@ impl<D: Driver> Allocator<D> {
     fn malloc_uncached(
         &self,
         device: &Device,
-        mut state: MutexGuard<'_, DeviceState>,
+        mut state: ShortGuard<'_, DeviceState>,
         request: Request,
     ) -> Result<DevicePtr, AllocError> {
         state.pools[request.pool].climbers += 1;

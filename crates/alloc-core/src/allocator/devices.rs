@@ -10,7 +10,7 @@ use crate::{
     error::AllocError,
     history::Recording,
     id::DeviceId,
-    sync::{AtomicUsize, Mutex, Ordering},
+    sync::{AtomicUsize, Mutex, Ordering, ShortLock},
 };
 
 /// More devices than any machine has; beyond it a device does not exist.
@@ -87,7 +87,7 @@ impl<D: Driver> Allocator<D> {
         }
         let device = Device {
             id,
-            fast: Mutex::new(state),
+            fast: ShortLock::new(state),
             slow: Mutex::new(()),
             routes: Mutex::new(Routes::default()),
             route_count: AtomicUsize::new(0),
