@@ -452,6 +452,18 @@ FAULTS = (
         "self.departing.push((pool, size));",
         "self.departing.push((pool, size + 512));",
     ),
+    Fault(
+        "forget that a thread panicked under the fast lock",
+        "sync.rs",
+        "            self.raw.is_poisoned = true;\n",
+        "",
+    ),
+    Fault(
+        "take a panic elsewhere for one under the fast lock",
+        "sync.rs",
+        "thread::panicking() && !self.was_panicking",
+        "thread::panicking()",
+    ),
 )
 
 
