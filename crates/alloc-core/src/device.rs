@@ -200,8 +200,9 @@ impl DeviceState {
         if pool.is_worth_splitting(request.rounded, whole.size - request.rounded, self.config.max_split_size) {
             size = request.rounded;
             let rest_size = whole.size - size;
-            let cuts_end =
-                pool.keeps_handles_whole() && cuts_end(self.spans[self.blocks[id].span].mappings(), whole, size);
+            let granularity = self.capabilities.granularity_bytes;
+            let mappings = || self.spans[self.blocks[id].span].mappings();
+            let cuts_end = pool.keeps_handles_whole() && cuts_end(whole, size, granularity, mappings);
             let back = self.blocks.split(id, if cuts_end { rest_size } else { size });
             let rest = if cuts_end {
                 id = back;

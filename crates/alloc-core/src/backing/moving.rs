@@ -389,7 +389,19 @@ impl DeviceState {
 ///
 /// Else from the start, also where less would be left in handles used in part: the neighbour there is most often the
 /// younger one, so blocks that are freed in the order in which they came leave one gap, and not many.
-pub(crate) fn cuts_end(mappings: &Mappings, whole: FreeBlock, size: u64) -> bool {
+///
+/// Most blocks begin where no handle of that granularity can, so that one reaches beyond them: then nothing is looked up.
+pub(crate) fn cuts_end<'a>(
+    whole: FreeBlock,
+    size: u64,
+    granularity: u64,
+    mappings: impl FnOnce() -> &'a Mappings,
+) -> bool {
     let (start, end) = (whole.address, whole.address + whole.size);
+    let is_boundary = |address: u64| address.trailing_zeros() >= granularity.trailing_zeros();
+    if !is_boundary(start) || !is_boundary(end - size) {
+        return false;
+    }
+    let mappings = mappings();
     mappings.are_whole(start, end - size) && !mappings.are_whole(start + size, end)
 }
