@@ -1,7 +1,7 @@
 //! An ordered set of free blocks, in which the best fit is found in a few steps.
 //!
 //! Order is by size, then by address: the best fit is the smallest block that is large enough and, among equals, the
-//! one with the lowest address. Sizes are counted in units of 512 bytes and sorted into classes, 32 to each power of
+//! one with the lowest address. Sizes are counted in units of 512 bytes and sorted into classes, 64 to each power of
 //! two; a bitmap says which classes hold anything. Within a class the blocks stand in order, so the answer is exact:
 //! a class never gives a block that another order would have refused.
 
@@ -10,7 +10,7 @@ use std::cmp::Ordering;
 use crate::{block::BlockId, size::BLOCK_GRANULARITY};
 
 /// Classes to each power of two.
-const CLASSES_PER_OCTAVE: usize = 32;
+const CLASSES_PER_OCTAVE: usize = 64;
 /// `log2(CLASSES_PER_OCTAVE)`: sizes below this power of two, in units, have classes of their own.
 const OCTAVE_BITS: u32 = CLASSES_PER_OCTAVE.trailing_zeros();
 /// Enough for sizes of up to 2⁶³ bytes.
@@ -55,7 +55,7 @@ pub(crate) struct FreeIndex {
     /// Bit `o` is set when octave `o` holds a block.
     octaves: u64,
     /// Bit `c` of word `o` is set when class `c` of octave `o` holds a block.
-    classes: [u32; OCTAVES],
+    classes: [u64; OCTAVES],
     /// The blocks of each class, in order.
     buckets: Vec<Bucket>,
 }
@@ -152,7 +152,7 @@ impl FreeIndex {
     #[inline]
     fn class_from(&self, class: usize) -> Option<usize> {
         let octave = class / CLASSES_PER_OCTAVE;
-        let here = self.classes.get(octave)? & (u32::MAX << (class % CLASSES_PER_OCTAVE));
+        let here = self.classes.get(octave)? & (u64::MAX << (class % CLASSES_PER_OCTAVE));
         let (octave, word) = if here != 0 {
             (octave, here)
         } else {
@@ -188,7 +188,7 @@ impl FreeIndex {
     }
 }
 
-/// The class of a size: its value in units below 32, else its power of two and the next five bits.
+/// The class of a size: its value in units below 64, else its power of two and the next six bits.
 #[inline]
 fn class_of(size: u64) -> usize {
     let units = size / BLOCK_GRANULARITY;
