@@ -54,16 +54,16 @@ const WORKLOADS: [Workload; 7] = [
     Workload {
         name: "1,000 live up to 8 MiB",
         steps: STEPS,
-        ceilings: [1_205, 1_160, 1_220],
+        ceilings: [1_200, 1_160, 1_150],
         run: |policy, steps| replace(policy, 1_000, 23, steps),
     },
     Workload {
         name: "10,000 live up to 8 MiB",
         steps: STEPS,
-        ceilings: [1_270, 1_240, 1_270],
+        ceilings: [1_255, 1_215, 1_210],
         run: |policy, steps| replace(policy, 10_000, 23, steps),
     },
-    Workload { name: "record_stream, 4 KiB", steps: STEPS, ceilings: [2_610, 2_465, 2_420], run: on_two_streams },
+    Workload { name: "record_stream, 4 KiB", steps: STEPS, ceilings: [2_505, 2_455, 2_410], run: on_two_streams },
     Workload { name: "two streams in turn", steps: FEW_STEPS, ceilings: [2_420, 2_430, 249_200], run: in_turn },
 ];
 
