@@ -7,8 +7,8 @@ What is not understood here is for the bench. With @CAP_GIB that process alone i
 
 A machine that others use too changes its speed by half within a minute. Runs that follow one another compare such
 minutes; steps that follow one another share them. Every step follows one of another process, whose caches and whose
-turn on the GPU it takes over. A process that fails in one workload begins the next while the others finish theirs. All
-processes hold their memory at once, so the GPU must have room for the sum.
+turn on the GPU it takes over. A process that fails in one workload ends there, or it would begin the next while the
+others finish theirs. All processes hold their memory at once, so the GPU must have room for the sum.
 """
 
 from __future__ import annotations

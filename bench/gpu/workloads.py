@@ -217,6 +217,8 @@ def main() -> int:
         print(rows[-1].line(), flush=True)
         if options.json is not None:  # After each workload, so that a run that is stopped leaves what it has.
             write_json(options, rows)
+        if turn is not None and rows[-1].error:
+            break
     return 1 if any(row.error for row in rows) else 0
 
 
