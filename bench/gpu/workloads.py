@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -208,18 +208,24 @@ def main() -> int:
         for name, program in chosen.items():
             record_history(program, options.trace / f"{name}.pickle.xz")
         return 0
+    return 1 if any(row.error for row in measure_all(chosen, subject, options)) else 0
+
+
+def measure_all(chosen: Mapping[str, Program], subject: Subject, options: argparse.Namespace) -> list[Row]:
+    """Measure workloads one after another; by turns, one that fails is the last."""
     turn = None if options.turn_fds is None else Turn(*options.turn_fds)
     if turn is not None:
         turn.take()
-    rows = []
+    rows: list[Row] = []
     for name, program in chosen.items():
-        rows.append(measure(name, program, subject, options, turn))
-        print(rows[-1].line(), flush=True)
+        row = measure(name, program, subject, options, turn)
+        rows.append(row)
+        print(row.line(), flush=True)
         if options.json is not None:  # After each workload, so that a run that is stopped leaves what it has.
             write_json(options, rows)
-        if turn is not None and rows[-1].error:
+        if turn is not None and row.error:
             break
-    return 1 if any(row.error for row in rows) else 0
+    return rows
 
 
 def write_json(options: argparse.Namespace, rows: Sequence[Row]) -> None:
