@@ -1,7 +1,7 @@
 //! From a block's address to its id: what every free begins with.
 //!
-//! A table with open addressing, three quarters empty at least, in which an entry stands at its own place or, if that is taken,
-//! at the next vacant one. It needs fewer instructions than the standard map, but no measurable time less: see
+//! A table with open addressing, three quarters empty at least, in which an entry stands at its own place or, if that is
+//! taken, at the next vacant one. It needs fewer instructions than the standard map, but no measurable time less: see
 //! `docs/adr/0003-hot-path.md` before building on it.
 
 use crate::block::BlockId;

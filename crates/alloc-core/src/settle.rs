@@ -77,10 +77,8 @@ impl DeviceState {
 
     /// `needed` names each stream with the epoch that shall be answered for.
     fn plan_close(&mut self, needed: Vec<(StreamIx, Epoch)>) -> Option<Plan> {
-        let last_stream_first = needed.into_iter().rev();
-        let mut closings: Vec<Closing> =
-            last_stream_first.filter_map(|(stream, epoch)| self.streams.begin_close(stream, epoch)).collect();
-        closings.reverse();
+        let closings: Vec<Closing> =
+            needed.into_iter().filter_map(|(stream, epoch)| self.streams.begin_close(stream, epoch)).collect();
         (!closings.is_empty()).then_some(Plan::Close(closings))
     }
 

@@ -142,7 +142,10 @@ impl DeviceState {
 
     /// What [`cheapest_filling`](Self::cheapest_filling) says.
     fn finding<'a>(&self, request: &Request, lenders: Lenders, known: &'a Findings) -> Option<&'a (Gap, Filling)> {
-        known.0[lenders as usize].get_or_init(|| self.cheapest_filling(request, lenders)).as_ref()
+        let search = || self.cheapest_filling(request, lenders);
+        let found = known.0[lenders as usize].get_or_init(search);
+        debug_assert_eq!(format!("{found:?}"), format!("{:?}", search()), "a rung without a plan changed something");
+        found.as_ref()
     }
 
     /// Of the gaps that are looked at, the one that takes the least new memory, and what fills it.
@@ -391,15 +394,11 @@ impl DeviceState {
 /// younger one, so blocks that are freed in the order in which they came leave one gap, and not many.
 ///
 /// Most blocks begin where no handle of that granularity can, so that one reaches beyond them: then nothing is looked up.
-pub(crate) fn cuts_end<'a>(
-    whole: FreeBlock,
-    size: u64,
-    granularity: u64,
-    mappings: impl FnOnce() -> &'a Mappings,
-) -> bool {
+pub(crate) fn cuts_end<'a>(whole: FreeBlock, size: u64, granularity: u64, mappings: impl Fn() -> &'a Mappings) -> bool {
     let (start, end) = (whole.address, whole.address + whole.size);
     let is_boundary = |address: u64| address.trailing_zeros() >= granularity.trailing_zeros();
     if !is_boundary(start) || !is_boundary(end - size) {
+        debug_assert!(!mappings().are_whole(start, end - size), "a handle begins at no multiple of the granularity");
         return false;
     }
     let mappings = mappings();
