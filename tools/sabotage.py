@@ -267,6 +267,12 @@ FAULTS = (
         "after_wait.new_bytes < request.rounded || without_wait()",
     ),
     Fault(
+        "wait for streams that ask for no memory",
+        "backing/moving.rs",
+        "CrossStreamReuse::Owned => self.pools.has_pool_of(stream)",
+        "CrossStreamReuse::Owned => true",
+    ),
+    Fault(
         "count what is pending as needed",
         "backing/moving.rs",
         "allocated.peak.max(allocated.current + request.rounded)",

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use alloc_core::{
     allocator::FreeOutcome,
     error::AllocError,
-    id::{DeviceId, DevicePtr},
+    id::{DeviceId, DevicePtr, Stream},
     simulated_gpu::SimulatedGpuError,
     size,
     snapshot::{PictureState, SegmentPicture},
@@ -31,6 +31,7 @@ impl World {
         let routed = self.gpu.allocator().route(device, handle);
         ensure(routed == pool.map(|pool| self.pools[pool].id), || format!("{handle:?} is routed to {routed:?}"))?;
         let (faults, mishaps) = (self.faults_hit(), self.mishaps());
+        self.owners.insert(Stream { device, handle });
         let result = self.gpu.malloc(size, device, handle);
         let address = match result {
             Ok(address) => address.ok_or("memory for nothing")?,

@@ -2,7 +2,7 @@
 
 use alloc_core::{
     allocator::RecordOutcome,
-    config::Peers,
+    config::{CrossStreamReuse, Peers, Policy},
     error::AllocError,
     id::{DeviceId, DevicePtr},
     simulated_gpu::SimulatedGpuError,
@@ -11,10 +11,25 @@ use alloc_core::{
 use crate::{
     model::{Held, Slot},
     operation::{Pick, Settle},
-    world::{Failure, Step, World, picked, text},
+    world::{Failure, Step, World, ensure, picked, text},
 };
 
 impl World {
+    /// Streams wait for those only that the settings name. A rank that sends before it receives hangs if it waits for what
+    /// it sends, whose stream asks for no memory.
+    pub(crate) fn check_waits(&self) -> Result<(), Failure> {
+        let mut awaited = self.gpu.driver().awaited_streams();
+        let config = self.gpu.allocator().config();
+        if config.policy == Policy::Rallocator {
+            match config.cross_stream_reuse {
+                CrossStreamReuse::Done => {}
+                CrossStreamReuse::Owned => awaited.retain(|stream| !self.owners.contains(stream)),
+                CrossStreamReuse::All => awaited.clear(),
+            }
+        }
+        ensure(awaited.is_empty(), || format!("a stream was made to wait for {awaited:?}"))
+    }
+
     pub(crate) fn use_on_own(&mut self, block: Pick, duration_us: u64) -> Result<Step, Failure> {
         let Some(position) = picked(block, self.held.len()) else { return Ok(Step::Skipped) };
         let own = self.held[position].own;

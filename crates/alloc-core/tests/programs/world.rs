@@ -8,7 +8,7 @@ use std::{
 use alloc_core::{
     driver::{Call, Status},
     error::AllocError,
-    id::{DeviceId, DevicePtr, StreamHandle},
+    id::{DeviceId, DevicePtr, Stream, StreamHandle},
     simulated_gpu::{SimulatedGpu, SimulatedGpuError},
     snapshot::{PictureState, SegmentPicture},
     stats::Stats,
@@ -61,6 +61,8 @@ pub(crate) struct World {
     pub(crate) graphs: Vec<Graph>,
     pub(crate) pins: Vec<DevicePtr>,
     pub(crate) hoard: Hoard,
+    /// The streams that have asked for memory.
+    pub(crate) owners: BTreeSet<Stream>,
     /// Numbers given to blocks and captures so far.
     pub(crate) last_number: u64,
     pub(crate) coverage: Coverage,
@@ -96,6 +98,7 @@ impl World {
             graphs: Vec::new(),
             pins: Vec::new(),
             hoard,
+            owners: BTreeSet::new(),
             last_number: 0,
             coverage: Coverage::default(),
             faults_asked: 0,
@@ -187,6 +190,7 @@ impl World {
         }
         self.compare_blocks(&snapshot)?;
         self.check_sources()?;
+        self.check_waits()?;
         let blocks = snapshot.iter().map(|segment| segment.blocks.len()).sum();
         let growth = [Call::Allocate, Call::Free, Call::CreateHandle, Call::Unmap];
         let growth = growth.map(|call| self.gpu.driver().call_count(call)).iter().sum();

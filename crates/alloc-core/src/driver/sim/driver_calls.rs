@@ -262,6 +262,10 @@ impl Driver for SimDriver {
             refuse_captured(&mut simulation.captures, &recorded, Status::CapturedEvent)?;
             if let Recorded::Mark(mark) = recorded {
                 simulation.timeline.wait(index, &mark);
+                if mark.stream != index {
+                    let awaited = simulation.timeline.stream(mark.stream).stream;
+                    simulation.awaited.insert(awaited);
+                }
             }
             Ok(())
         })

@@ -1,12 +1,14 @@
 //! What a test asks the simulated GPU for: failures, figures and verdicts.
 
+use std::collections::BTreeSet;
+
 use super::SimDriver;
 use super::cost::NANOSECONDS_PER_MICROSECOND;
 use super::error::SimError;
 use super::memory::{Level, Piece};
 use super::simulation::Life;
 use crate::driver::{Call, Status};
-use crate::id::{DeviceId, DevicePtr};
+use crate::id::{DeviceId, DevicePtr, Stream};
 
 /// Bytes of physical memory, whatever address they are mapped at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,6 +76,11 @@ impl SimDriver {
     /// Host time spent in driver calls, in microseconds, without the time spent waiting for the GPU.
     pub fn elapsed_us(&self) -> f64 {
         self.lock().ledger.elapsed_ns as f64 / NANOSECONDS_PER_MICROSECOND as f64
+    }
+
+    /// The streams that the driver's `wait_event` made another one wait for. The program's own waits do not count.
+    pub fn awaited_streams(&self) -> BTreeSet<Stream> {
+        self.lock().awaited.clone()
     }
 
     /// How often a driver call had to wait for the GPU.

@@ -1,6 +1,6 @@
 //! The state behind a simulated driver, and the rules that concern several of its parts at once.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::thread::ThreadId;
 
 use super::SimOptions;
@@ -58,6 +58,8 @@ pub(super) struct Simulation {
     pub(super) faults: Faults,
     pub(super) ledger: Ledger,
     launches: u64,
+    /// The streams that `wait_event` made another one wait for.
+    pub(super) awaited: BTreeSet<Stream>,
     /// The first thing that went wrong outside a call of the program, for as long as the simulation lives.
     pub(super) first_failure: Option<SimError>,
     /// Such a thing that no call of the program has returned yet.
@@ -79,6 +81,7 @@ impl Simulation {
             faults: Faults::default(),
             ledger: Ledger::new(),
             launches: 0,
+            awaited: BTreeSet::new(),
             first_failure: None,
             unreported: None,
             options,

@@ -53,7 +53,7 @@ pub(super) struct Ended {
 /// A point in a stream's queue, as an event marks it.
 #[derive(Clone, Debug)]
 pub(super) struct Mark {
-    stream: StreamIndex,
+    pub(super) stream: StreamIndex,
     position: u64,
     pub(super) ends_at_ns: u64,
     /// What has happened once the mark is reached.
