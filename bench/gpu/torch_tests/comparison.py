@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 NATIVE, PLUGGABLE, BRIDGE = "native", "rallocator-pluggable", "rallocator-bridge"
 
-VERDICTS = ("native-only expectation", "limit of the route", "ours to fix", "not run yet")
+VERDICTS = ("native-only expectation", "limit of the route", "ours to fix", "differs by run", "not run yet")
 
 REASONS = Path(__file__).resolve().parent / "reasons.json"
 
