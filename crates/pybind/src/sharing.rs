@@ -6,7 +6,8 @@
 //! over each other, as they would to reach into each other's table of descriptors: they have to run as the same user, in
 //! the same network namespace, as those of one container do.
 //!
-//! Descriptors wait until the allocation is freed: they keep its memory alive.
+//! Descriptors wait until the allocation is freed: they keep its memory alive. However often an allocation is sent, it is by
+//! the same text, so that this process holds one set of them and the receiver maps it once.
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
@@ -34,11 +35,28 @@ const MARK: &str = "rallocator1";
 /// Bytes of a request: the text's secret and the number of what is wanted.
 const REQUEST_BYTES: usize = 24;
 
-/// What waits to be fetched, by its number.
+/// An allocation's handles, waiting to be fetched.
+struct Offer {
+    /// What names them to another process.
+    text: String,
+    /// How far into the memory that they name the allocation begins.
+    offset: u64,
+    descriptors: Arc<Vec<OwnedFd>>,
+}
+
 #[derive(Default)]
 struct Waiting {
     last: u64,
-    descriptors: HashMap<u64, (u64, Arc<Vec<OwnedFd>>)>,
+    /// By their numbers.
+    offers: HashMap<u64, Offer>,
+    /// The number of each allocation that is offered, by its address.
+    numbers: HashMap<DevicePtr, u64>,
+}
+
+impl Waiting {
+    fn offer_of(&self, address: DevicePtr) -> Option<&Offer> {
+        self.offers.get(self.numbers.get(&address)?)
+    }
 }
 
 /// The socket of this process.
@@ -75,30 +93,43 @@ pub(crate) fn share(address: DevicePtr) -> Result<(String, u64), Failure> {
     if matches!(backend, Backend::Simulated(_)) {
         return Err(Failure::Sharing("a simulated GPU is in one process".to_owned()));
     }
+    if let Some(offered) = offered(address) {
+        return Ok(offered);
+    }
     let abandon = |descriptor| drop(descriptors::take([descriptor]));
     let shared = guarded(|| Ok(backend.share(address, abandon)?))?;
     let Shared { offset, name } = shared.ok_or(Failure::NotAllocated(address))?;
-    let text = match name {
-        SharedName::Segment(Ticket(bytes)) => format!("{MARK} segment {}", to_hex(&bytes)),
+    match name {
+        SharedName::Segment(Ticket(bytes)) => Ok((format!("{MARK} segment {}", to_hex(&bytes)), offset)),
         SharedName::Handles(pieces) => {
             let sizes: Vec<String> = pieces.iter().map(|(_, size)| size.to_string()).collect();
             let owned = descriptors::take(pieces.into_iter().map(|(descriptor, _)| descriptor));
-            let Server { name, secret } = server().map_err(|error| Failure::Sharing(error.to_string()))?;
-            let number = keep(address, owned);
-            format!("{MARK} handles {name} {} {number} {}", to_hex(secret), sizes.join(","))
+            let server = server().map_err(|error| Failure::Sharing(error.to_string()))?;
+            Ok((offer(server, address, offset, &sizes.join(","), owned), offset))
         }
-    };
-    Ok((text, offset))
+    }
 }
 
-/// Has descriptors wait until the allocation at the address is freed. Returns their number.
-fn keep(address: DevicePtr, owned: Vec<OwnedFd>) -> u64 {
+/// What [`share`] said of an allocation whose handles wait already.
+fn offered(address: DevicePtr) -> Option<(String, u64)> {
+    waiting().as_ref().and_then(|waiting| waiting.offer_of(address)).map(|offer| (offer.text.clone(), offer.offset))
+}
+
+/// Has an allocation's handles wait until it is freed. Returns the text that names them.
+fn offer(server: &Server, address: DevicePtr, offset: u64, sizes: &str, owned: Vec<OwnedFd>) -> String {
     let mut guard = waiting();
     let waiting = guard.get_or_insert_default();
+    // Another thread may have sent it meanwhile.
+    if let Some(earlier) = waiting.offer_of(address) {
+        return earlier.text.clone();
+    }
     waiting.last += 1;
-    waiting.descriptors.insert(waiting.last, (address.0, Arc::new(owned)));
-    COUNT.store(waiting.descriptors.len(), Ordering::Release);
-    waiting.last
+    let number = waiting.last;
+    let text = format!("{MARK} handles {} {} {number} {sizes}", server.name, to_hex(&server.secret));
+    waiting.offers.insert(number, Offer { text: text.clone(), offset, descriptors: Arc::new(owned) });
+    waiting.numbers.insert(address, number);
+    COUNT.store(waiting.offers.len(), Ordering::Release);
+    text
 }
 
 /// The allocation at an address is being freed: nobody may fetch it any more.
@@ -112,9 +143,11 @@ pub(crate) fn on_free(address: DevicePtr) {
 #[cold]
 fn forget(address: DevicePtr) {
     let mut guard = waiting();
-    if let Some(waiting) = guard.as_mut() {
-        waiting.descriptors.retain(|_, (of, _)| *of != address.0);
-        COUNT.store(waiting.descriptors.len(), Ordering::Release);
+    if let Some(waiting) = guard.as_mut()
+        && let Some(number) = waiting.numbers.remove(&address)
+    {
+        waiting.offers.remove(&number);
+        COUNT.store(waiting.offers.len(), Ordering::Release);
     }
 }
 
@@ -152,7 +185,7 @@ fn answer(mut socket: &UnixStream, secret: &[u8; 16]) -> io::Result<()> {
     if shown != secret {
         return Ok(());
     }
-    let found = waiting().as_ref().and_then(|waiting| waiting.descriptors.get(&number)).map(|(_, all)| all.clone());
+    let found = waiting().as_ref().and_then(|waiting| Some(Arc::clone(&waiting.offers.get(&number)?.descriptors)));
     found.map_or(Ok(()), |all| descriptors::send(socket, &all))
 }
 
@@ -237,9 +270,10 @@ mod tests {
     fn what_waits_is_fetched_as_often_as_asked_until_its_memory_is_freed() {
         let (reader, mut writer) = io::pipe().expect("a pipe");
         writer.write_all(b"ab").expect("room for two bytes");
-        let Server { name, secret } = server().expect("a socket");
-        let number = keep(DevicePtr(0x5000), vec![reader.into()]);
-        let other = keep(DevicePtr(0x6000), Vec::new());
+        let server = server().expect("a socket");
+        let Server { name, secret } = server;
+        let number = number_of(&offer(server, DevicePtr(0x5000), 0, "1", vec![reader.into()]));
+        let other = number_of(&offer(server, DevicePtr(0x6000), 0, "", Vec::new()));
         for expected in *b"ab" {
             let fetched = fetch(name, secret, number, 1).expect("it waits").remove(0);
             let mut byte = [0];
@@ -251,7 +285,28 @@ mod tests {
         on_free(DevicePtr(0x5000));
         assert!(fetch(name, secret, number, 1).is_err(), "its memory is freed");
         on_free(DevicePtr(0x6000));
-        assert!(other > number && COUNT.load(Ordering::Relaxed) == 0);
+        assert!(other > number && offered(DevicePtr(0x6000)).is_none());
+    }
+
+    #[test]
+    fn allocation_that_is_sent_again_and_again_waits_once_by_the_same_text_until_it_is_freed() {
+        let (server, address) = (server().expect("a socket"), DevicePtr(0x7000));
+        let send = || offer(server, address, 512, "2097152", vec![io::pipe().expect("a pipe").0.into()]);
+        assert_eq!(offered(address), None);
+        let text = send();
+        for _ in 0..5_000 {
+            assert_eq!(send(), text);
+        }
+        assert_eq!(offered(address), Some((text.clone(), 512)));
+        assert!(fetch(&server.name, &server.secret, number_of(&text), 1).is_ok());
+        on_free(address);
+        assert_eq!(offered(address), None);
+        assert!(send() != text, "what lies there now is another allocation");
+        on_free(address);
+    }
+
+    fn number_of(text: &str) -> u64 {
+        text.split(' ').nth(4).and_then(|number| number.parse().ok()).expect("a text with a number")
     }
 
     #[test]
