@@ -7,7 +7,7 @@ namespace rallocator {
 namespace {
 
 // The stacks that torch gathers, by the numbers that rallocator keeps in their place. Of those that nothing names any
-// more, all are dropped whenever the number of stacks has doubled.
+// more, all are dropped whenever the number of stacks has doubled, and when recording ends.
 class Contexts {
  public:
   void set_recorder(CreateContextFn recorder) {
@@ -43,6 +43,12 @@ class Contexts {
     if (found != entries_.end()) {
       found->second.in_flight = false;
     }
+  }
+
+  void drop_unnamed() {
+    std::vector<Context> dropped;  // Destroyed after the lock is.
+    const std::lock_guard<std::mutex> lock(mutex_);
+    dropped = sweep();
   }
 
   Context find(uint32_t stack) {

@@ -84,6 +84,7 @@ class History : public Pools {
     if (!enabled) {
       check(api->record_history(nullptr, true));
       contexts().set_recorder(nullptr);
+      contexts().drop_unnamed();
       return;
     }
     contexts().set_recorder(when == RecordContext::NEVER ? nullptr : recorder);
