@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rallocator import _replay
+from rallocator._replay import ReplaySettings, replay_file
 from rallocator._snapshot_checker import check
 from tests.torch_programs import only_bridge, only_pluggable, play
 
@@ -237,7 +237,9 @@ def test_dumped_snapshot_is_free_of_contradictions_opens_in_torchs_tool_and_repl
     assert printed[0].startswith("0 True"), printed
     snapshot = _replay_load(path)
     assert check(snapshot) > 700
-    rows = _replay.replay(path, policies=["native", "expandable"]).rows
+    result = replay_file(path, ReplaySettings.check(["native", "expandable"]))
+    assert [subject.history.recorded_policy for subject in result.subjects] == [policy]
+    rows = result.rows
     assert [row.replayable for row in rows] == [True, True]
     assert all(row.ooms == 0 and (row.peak_allocated or 0) > 5 << 20 for row in rows)
 
@@ -329,6 +331,27 @@ def test_threads_record_while_others_take_snapshots_and_old_stacks_are_forgotten
         print(len(trace), all("churn_in_a_thread" in found for found in names))
     """)
     assert printed == ["500 True"]
+
+
+def test_stacks_are_forgotten_when_recording_ends() -> None:
+    printed = play("""
+        import gc, weakref
+
+        def churn_from_somewhere_new():
+            names = {"allocate": allocate, "release": release}
+            exec("def somewhere():\\n    release(allocate(1 << 20, 0))", names)
+            names["somewhere"]()
+            return weakref.ref(names["somewhere"].__code__)
+
+        memory._record_memory_history()
+        places = [churn_from_somewhere_new() for _ in range(100)]
+        print(sum(place() is not None for place in places))
+        memory._record_memory_history(None)
+        torch._C._profiler.gather_traceback(python=True, script=False, cpp=False)  # torch lets go of dead stacks then.
+        gc.collect()
+        print(sum(place() is not None for place in places))
+    """)
+    assert printed == ["100", "0"]
 
 
 @only_bridge

@@ -1,6 +1,6 @@
 //! Settings for Python: the core's one parser, and its refusals as Python's `ConfigError`.
 
-use alloc_core::config::{Config, Move, Parsed};
+use alloc_core::config::{Config, Move, Parsed, Policy};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -26,6 +26,19 @@ struct ParsedConfig {
 fn parse_config(text: &str) -> PyResult<ParsedConfig> {
     let Parsed { config, given, inert } = parse(text)?;
     Ok(ParsedConfig { given, inert, effective: config.describe(), text: config.to_string() })
+}
+
+/// The settings as snapshots tell of them: the policy too where it is the default, or a reader took torch's rules for ours.
+pub(crate) fn recorded(config: &Config) -> String {
+    let changed = config.to_string();
+    let policy = config.describe().into_iter().find(|(key, _)| *key == "policy");
+    match policy {
+        Some((key, value)) if config.policy == Policy::default() => {
+            let named = format!("{key}:{value}");
+            if changed.is_empty() { named } else { format!("{named},{changed}") }
+        }
+        _ => changed,
+    }
 }
 
 /// How memory is kept from moving, by a word that came from Python.

@@ -13,6 +13,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
+use crate::config::recorded;
 use crate::recording;
 use crate::stacks::Written;
 
@@ -134,7 +135,7 @@ fn settings<'py>(py: Python<'py>, config: &Config) -> PyResult<Bound<'py, PyDict
         own.set_item(key, value)?;
     }
     let dict = PyDict::new(py);
-    dict.set_item("PYTORCH_CUDA_ALLOC_CONF", config.to_string())?;
+    dict.set_item("PYTORCH_CUDA_ALLOC_CONF", recorded(config))?;
     dict.set_item("max_split_size", config.max_split_size.map_or(-1, |bytes| i64::try_from(bytes).unwrap_or(-1)))?;
     dict.set_item("garbage_collection_threshold", config.garbage_collection_threshold)?;
     dict.set_item("expandable_segments", config.policy != Policy::Native)?;

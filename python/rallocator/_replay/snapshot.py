@@ -6,6 +6,7 @@ need are not looked at, so that a damaged stack frame is no reason to refuse a f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import cast
 
@@ -16,6 +17,8 @@ from rallocator.errors import SnapshotError
 
 MAX_DEVICES = 1024
 """Devices of one file; no machine has as many."""
+
+_POLICY = re.compile(r"(?:^|,)policy:(native|expandable|rallocator)(?:,|$)")
 
 _ADDRESS_RANGE = range(-(1 << 63), 1 << 64)
 """Addresses and streams are 64-bit numbers; some writers give them a sign."""
@@ -46,13 +49,16 @@ def read_snapshot(chunks: Iterable[bytes], *, keep_frames: bool = False) -> Reco
 
 
 def _policy(settings: object) -> str | None:
-    """Return the recorded allocator's policy. Torch's settings tell of expandable segments, and ours name it."""
+    """Return the recorded allocator's policy. Torch's settings tell of expandable segments, and ours name it.
+
+    A snapshot that torch wrote through the bridge has our settings as text only, among torch's own.
+    """
     if not isinstance(settings, dict):
         return None
-    ours = settings.get("rallocator")
-    policy = ours.get("policy") if isinstance(ours, dict) else None
-    if policy in ("native", "expandable", "rallocator"):
-        return str(policy)
+    text = settings.get("PYTORCH_CUDA_ALLOC_CONF")
+    named = _POLICY.search(text) if isinstance(text, str) else None
+    if named:
+        return named[1]
     return "expandable" if settings.get("expandable_segments") is True else None
 
 

@@ -9,6 +9,7 @@ use alloc_core::error::{AllocError, OutOfMemory};
 use alloc_core::size::SizeClass;
 use alloc_core::stats;
 
+use crate::config::recorded;
 use crate::failure::Failure;
 use crate::{hooks, process};
 
@@ -200,7 +201,7 @@ pub(super) unsafe extern "C" fn settings(settings: *mut Settings) {
         expandable_segments: present.policy != Policy::Native,
         roundup_power2_divisions: divisions,
         text: match config() {
-            Some(config) => TEXT.get_or_init(|| CString::new(config.to_string()).unwrap_or_default()).as_ptr(),
+            Some(config) => TEXT.get_or_init(|| CString::new(recorded(config)).unwrap_or_default()).as_ptr(),
             None => c"".as_ptr(),
         },
     };
