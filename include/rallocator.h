@@ -190,7 +190,7 @@ typedef struct rallocator_settings {
   int64_t max_split_size; /* bytes; -1 for none */
   bool expandable_segments;
   uint64_t roundup_power2_divisions[16]; /* for sizes from 1 MiB on, by power of two */
-  const char *text;                      /* all settings that differ from the defaults; lives as long as the process */
+  const char *text; /* the policy, and all settings that differ from the defaults; lives as long as the process */
 } rallocator_settings;
 
 /* What a private pool held at one moment. */
@@ -412,6 +412,9 @@ typedef struct rallocator_api {
    * what was said once stays in force. Fails if `device` has no such pool, if the pool has memory of which that does not hold
    * already, or if it is to be contiguous under policy:expandable. */
   rallocator_status (*restrict_moves)(int32_t device, uint64_t first, uint64_t second, rallocator_moving moving);
+
+  /* The device of an allocated address; -1 for any other address. */
+  int32_t (*device_of)(void *address);
 } rallocator_api;
 
 /* The table. It lives as long as the process. */

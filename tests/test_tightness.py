@@ -1,4 +1,4 @@
-"""The made-up programs of `bench.tightness`, and what the policies make of them."""
+"""The programs of `bench.made_up`, and what the policies make of them in `bench.tightness`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 import rallocator
-from bench import tightness
+from bench import made_up, tightness
 from tests.histories import MIB, TRACES
 
 
 def test_a_queue_of_a_thousand_blocks_keeps_the_promise_and_is_no_looser_than_expandable(tmp_path: Path) -> None:
-    program = tightness.queue(9, 20_000, 1_000, tightness.up_to(32 * MIB))
+    program = made_up.queue(9, 20_000, 1_000, made_up.up_to(32 * MIB))
     expandable, ours = rallocator.replay(program.write(tmp_path / "queue"), tightness.POLICIES).rows
     assert ours.peak_active
     assert ours.peak_reserved
@@ -23,7 +23,7 @@ def test_a_queue_of_a_thousand_blocks_keeps_the_promise_and_is_no_looser_than_ex
 
 
 def test_every_program_frees_only_what_it_holds_and_is_the_same_each_time() -> None:
-    for (name, program), (_, again) in zip(tightness.programs(), tightness.programs(), strict=True):
+    for (name, program), (_, again) in zip(made_up.programs(), made_up.programs(), strict=True):
         assert program.events == again.events, name
         held: set[int] = set()
         for event in program.events:

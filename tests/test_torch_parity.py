@@ -392,6 +392,28 @@ def test_profiler_is_told_of_memory() -> None:
     assert printed == ["[3, -3] {'DeviceType.CUDA'}"]
 
 
+def test_profiler_is_told_of_a_free_for_the_device_of_the_memory() -> None:
+    printed = play("""
+        import json, os, pathlib, tempfile
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # The profiler logs there that it has no GPU.
+        cuda = ctypes.CDLL(None)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            cuda.cudaSetDevice(1)
+            large = allocate(64 * MiB, 0)
+            cuda.cudaSetDevice(0)
+            small = allocate(2 * MiB, 0)
+            release(large)
+            release(small)
+        file = pathlib.Path(tempfile.mkdtemp()) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        events = [event["args"] for event in json.loads(file.read_text())["traceEvents"] if event["name"] == "[memory]"]
+        for event in events:
+            print([event["Device Id"], *(event[key] // MiB for key in ("Bytes", "Total Allocated"))])
+    """)
+    assert printed == ["[1, 64, 64]", "[0, 2, 2]", "[1, -64, 0]", "[0, -2, 0]"]
+
+
 @only_pluggable
 def test_sharing_a_cuda_tensor_fails_at_the_sender_with_a_way_out() -> None:
     printed = play("""

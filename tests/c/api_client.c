@@ -185,7 +185,9 @@ const char *statistics_and_pictures_agree(void) {
   EXPECT(stats.max_split_size == -1 && stats.num_ooms == 0);
   EXPECT(seen.events > 1 && seen.last_action == RALLOCATOR_ALLOC && strcmp(seen.label, "a label") == 0);
   EXPECT(api->find_block(address, &block) && block.requested == 3 * MIB && block.stack == 0);
+  EXPECT(api->device_of(address) == 0);
   EXPECT(api->take_back(address, 0) && !api->take_back(address, 0) && !api->find_block(address, &block));
+  EXPECT(api->device_of(address) == -1 && api->device_of(NULL) == -1);
   EXPECT(api->record_history(NULL, true) == RALLOCATOR_OK && !api->is_recording());
   return NULL;
 }

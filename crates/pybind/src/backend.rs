@@ -200,6 +200,10 @@ impl Backend {
         on_allocator!(self, allocator => allocator.block_at(address))
     }
 
+    pub(crate) fn device_of(&self, address: DevicePtr) -> Option<DeviceId> {
+        on_allocator!(self, allocator => allocator.device_of(address))
+    }
+
     pub(crate) fn counted(&self, device: DeviceId) -> Stats {
         on_allocator!(self, allocator => allocator.stats(device))
     }

@@ -318,7 +318,7 @@ class Memory : public CUDAAllocator {
       recent.device = device;
     }
     if (is_profiled()) {
-      tell_profiler(address, device, 1);
+      tell_profiler(address, 1);
     }
     if (const auto* interpreter = c10::impl::GPUTrace::get_trace(); C10_UNLIKELY(interpreter != nullptr)) {
       (*interpreter)->trace_gpu_memory_allocation(DEVICE_TYPE, reinterpret_cast<uintptr_t>(address));
@@ -334,18 +334,20 @@ class Memory : public CUDAAllocator {
 
   static void tell_of_free(void* address) {
     if (is_profiled()) {
-      tell_profiler(address, likely_device(), -1);
+      tell_profiler(address, -1);
     }
     if (const auto* interpreter = c10::impl::GPUTrace::get_trace(); C10_UNLIKELY(interpreter != nullptr)) {
       (*interpreter)->trace_gpu_memory_deallocation(DEVICE_TYPE, reinterpret_cast<uintptr_t>(address));
     }
   }
 
-  static void tell_profiler(void* address, DeviceIndex device, int sign) {
+  static void tell_profiler(void* address, int sign) {
     rallocator_block block;
     if (!api->find_block(address, &block)) {
       return;
     }
+    // Of a free nobody else says which device it concerns.
+    const auto device = static_cast<DeviceIndex>(api->device_of(address));
     uint64_t allocated = 0;
     uint64_t reserved = 0;
     api->memory_in_use(device, &allocated, &reserved);

@@ -69,6 +69,12 @@ impl<D: Driver> Allocator<D> {
         self.devices_in_use().into_iter().find_map(|id| self.read(id, |state| state.held_block(address)).flatten())
     }
 
+    /// The device of an allocated address.
+    pub fn device_of(&self, address: DevicePtr) -> Option<DeviceId> {
+        let holds = |id: &DeviceId| self.read(*id, |state| state.held_block(address)).flatten().is_some();
+        self.devices_in_use().into_iter().find(holds)
+    }
+
     /// By whom the memory at an allocated address was asked for; [`StackId::NONE`] if that was not recorded.
     pub fn stack_of(&self, address: DevicePtr) -> StackId {
         let of =

@@ -101,6 +101,7 @@ pub(crate) struct ApiTable {
     close_shared: extern "C" fn(*mut c_void),
     create_pool_from: unsafe extern "C" fn(i32, u64, u64, *const SourceTable) -> Status,
     restrict_moves: extern "C" fn(i32, u64, u64, u32) -> Status,
+    device_of: extern "C" fn(*mut c_void) -> i32,
 }
 
 static TABLE: ApiTable = ApiTable {
@@ -158,6 +159,7 @@ static TABLE: ApiTable = ApiTable {
     close_shared: api_sharing::close_shared,
     create_pool_from: api_sources::create_pool_from,
     restrict_moves: api_pools::restrict_moves,
+    device_of: api_memory::device_of,
 };
 
 /// The table, which lives as long as the process.
