@@ -8,6 +8,7 @@ import lzma
 import pickle
 import pickletools
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -245,9 +246,26 @@ HOSTILE = {
     "stop with nothing": b"\x80\x04.",
     "append to text": b"\x80\x04X\x01\x00\x00\x00aK\x01a.",
     "key that cannot be hashed": b"\x80\x04}]]s.",
+    "key that is a deep tuple": b"\x80\x02})" + b"\x85" * 400_000 + b"Ns.",
+    "key that holds itself twice at each level": b"\x80\x02})" + b"2\x86" * 60 + b"Ns.",
+    "key that comes from the memo": b"\x80\x04}(])q\x010h\x01Nu.",
+    "key that takes long to compare": b"\x80\x04}X" + (5000).to_bytes(4, "little") + b"x" * 5000 + b"Ns.",
+    "key that is a number": b"\x80\x04(K\x01Nd.",
+    "place in the memo that was not written": b"\x80\x04}h\x07Ns.",
+    "item from below a mark": b"\x80\x04]K\x01(K\x02a.",
     "no end": b"\x80\x04" + b"]" * 1000,
     "number of many digits": b"L" + b"9" * 5000 + b"L\n.",
 }
+
+
+def test_keys_are_looked_at_before_they_are_hashed(tmp_path: Path) -> None:
+    for name, content in HOSTILE.items():
+        if name.startswith("key that"):
+            line = refused(tmp_path / "file", content)
+            assert "a dictionary's key" in line or "unhashable" in line, name
+    # Multiples of this prime all have the hash 0, so that a dictionary of them takes quadratic time.
+    colliding = {number * ((1 << 61) - 1): None for number in range(1, 200)}
+    assert "a dictionary's key" in refused(tmp_path / "file", pickle.dumps({"segments": [colliding]}))
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -405,3 +423,34 @@ def test_what_the_scanner_passes_has_only_known_opcodes(content: bytes) -> None:
         return
     assert names.isdisjoint({"GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX"})
     assert names.isdisjoint({"PERSID", "BINPERSID", "EXT1", "EXT2", "EXT4", "BYTEARRAY8", "NEXT_BUFFER"})
+
+
+def all_keys(value: object, seen: set[int]) -> Iterator[object]:
+    """The keys of every dictionary within a value, which may be shared or contain itself."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        yield from value
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from all_keys(one, seen)
+
+
+pieces = st.sampled_from(
+    b"( } ] ) N K\x05 \x8c\x01a \x8c\x01b Vc\n 0 1 2 \x85 \x86 l t d a e s u \x94 q\0 q\1 p2\n h\0 h\1 g2\n".split(b" ")
+)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(program=st.lists(pieces, max_size=25))
+def test_what_the_scanner_passes_has_only_text_as_keys(program: list[bytes]) -> None:
+    # What is on the stack before lets more of the programs run to their end.
+    content = b"\x80\x04" + b"(\x8c\x01k](\x8c\x01k}(\x8c\x01kN" + b"".join(program) + b"."
+    try:
+        assert _core.PickleScanner().feed(content) == len(content)
+        loaded = pickle.loads(content)  # noqa: S301 — the scanner has passed it.
+    except (ValueError, TypeError, AttributeError, pickle.UnpicklingError):
+        return
+    assert all(type(key) is str for key in all_keys(loaded, set()))

@@ -248,7 +248,7 @@ class PickleScanner:
             The pickle's length in bytes once its end was seen; None before. What follows the end is not looked at.
 
         Raises:
-            ValueError: an opcode, a length or an index that no memory snapshot has; the message names its position.
+            ValueError: an opcode, length, index or key that no memory snapshot has; the message names its position.
         """
 
 def read_chrome_trace(read: Callable[[], bytes]) -> list[tuple[int, int, int, int | None, int, int]]:
