@@ -62,8 +62,8 @@ def write(path: Path, snapshot: object, protocol: int = 4) -> Path:
 
 
 def write_history(path: Path, events: list[dict[str, Any]], segments: list[dict[str, Any]] | None = None) -> Path:
-    """Write the history of one device."""
-    return write(path, {"segments": segments or [], "device_traces": [events]})
+    """Write the history of one device, in which each event is an object of its own, as torch's are."""
+    return write(path, {"segments": segments or [], "device_traces": [[dict(entry) for entry in events]]})
 
 
 def load(name: str) -> dict[str, Any]:

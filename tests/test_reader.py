@@ -301,6 +301,7 @@ MALFORMED: dict[str, Any] = {
     "segment without a size": {"segments": [{"blocks": []}]},
     "segment on device -1": {"segments": [segment(0, (512, "inactive"), device=-1)]},
     "block that is None": {"segments": [{**segment(0), "blocks": [None]}]},
+    "block whose state is a number": {"segments": [{**segment(0), "blocks": [{"size": 512, "state": 1}]}]},
     "block of 2**63 bytes": {"segments": [{**segment(0), "blocks": [{"size": 1 << 63}]}]},
     "segments that are text": {"segments": "abc"},
     "snapshot within itself": cyclic(),
@@ -313,12 +314,37 @@ def test_malformed_contents_are_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_lists_that_unfold_into_endless_work_are_refused(tmp_path: Path) -> None:
-    trace = [event("alloc", 64)] * 1000
+    trace = [event("alloc", 64) for _ in range(1000)]
     shared = {"segments": [], "device_traces": [trace, trace]}
     assert "list of another device" in refused(tmp_path / "file", pickle.dumps(shared))
-    blocks = [{"size": 512, "state": "inactive"}] * 1000
+    blocks = [{"size": 512, "state": "inactive"} for _ in range(1000)]
     segments = [{**segment(0), "blocks": blocks} for _ in range(2)]
     assert "share one list" in refused(tmp_path / "file", pickle.dumps({"segments": segments}))
+
+
+def test_a_state_that_is_no_text_is_refused_and_never_written_out(tmp_path: Path) -> None:
+    wide: Any = ["x" * 10]
+    for _ in range(24):
+        wide = [wide, wide]
+    # Python's own pickler does not go so deep, so the lists are nested by hand.
+    deep = b"]" * 5000 + b"a" * 4999
+    block = b"}(\x8c\x04sizeM\x00\x02\x8c\x05state%bu" % deep
+    nested = b"}(\x8c\x08segments]}(\x8c\x0atotal_sizeM\x00\x02\x8c\x06blocks]%bauau." % block
+    assert "state is not text" in refused(tmp_path / "file", nested)
+    snapshot = {"segments": [{**segment(0), "blocks": [{"size": 512, "state": wide}]}]}
+    assert "state is not text" in refused(tmp_path / "file", pickle.dumps(snapshot))
+
+
+def test_what_is_listed_twice_is_refused(tmp_path: Path) -> None:
+    """A pickle names it again in two bytes, so that a small file would unfold into a long list."""
+    one = event("alloc", 64)
+    twice = {"segments": [], "device_traces": [[one, one]]}
+    assert refused(tmp_path / "file", pickle.dumps(twice)) == "device_traces[0] lists an entry twice"
+    block = {"size": 512, "state": "inactive"}
+    blocks = {"segments": [{**segment(0), "blocks": [block, block]}]}
+    assert refused(tmp_path / "file", pickle.dumps(blocks)) == "segment 0: blocks lists an entry twice"
+    same = segment(0)
+    assert refused(tmp_path / "file", pickle.dumps({"segments": [same, same]})) == "segments lists an entry twice"
 
 
 def test_more_streams_than_any_program_has_are_refused(tmp_path: Path) -> None:

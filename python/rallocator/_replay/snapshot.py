@@ -40,10 +40,10 @@ def read_snapshot(chunks: Iterable[bytes], *, keep_frames: bool = False) -> Reco
     """
     top = load(chunks)
     if isinstance(top, list):
-        return Recording(_segments(top, keep_frames=keep_frames), {})
+        return Recording(_segments(_entries(top, "segments"), keep_frames=keep_frames), {})
     if not isinstance(top, dict) or not ("segments" in top or "device_traces" in top):
         raise SnapshotError("not a memory snapshot: neither segments nor device_traces in it")
-    segments = _segments(_list(top.get("segments", []), "segments"), keep_frames=keep_frames)
+    segments = _segments(_entries(top.get("segments", []), "segments"), keep_frames=keep_frames)
     traces = _traces(_list(top.get("device_traces", []), "device_traces"), keep_frames=keep_frames)
     return Recording(segments, traces, _policy(top.get("allocator_settings")), tells_places=True)
 
@@ -77,7 +77,7 @@ def _segment(entry: object, where: str, keep_frames: bool) -> Segment:
     pool = _pool(entry.get("segment_pool_id", DEFAULT_POOL), f"{where}: segment_pool_id")
     blocks: list[Block] = []
     next_address = base
-    for index, block in enumerate(_list(entry.get("blocks", []), f"{where}: blocks")):
+    for index, block in enumerate(_entries(entry.get("blocks", []), f"{where}: blocks")):
         if not isinstance(block, dict):
             raise SnapshotError(f"{where}: block {index} is not a dictionary")
         size = _integer(block.get("size"), range(MAX_SIZE_BYTES + 1), f"{where}: block {index}: size")
@@ -85,7 +85,9 @@ def _segment(entry: object, where: str, keep_frames: bool) -> Segment:
         named = block.get("address", next_address)
         address = _integer(named, _ADDRESS_RANGE, f"{where}: block {index}: address") % _ADDRESSES
         # "active_allocated", and "active_pending_free" while another stream may still use it.
-        state = str(block.get("state", ""))
+        state = block.get("state", "")
+        if not isinstance(state, str):
+            raise SnapshotError(f"{where}: block {index}: state is not text")
         is_active, is_pending = state.startswith("active"), state.startswith("active") and state != "active_allocated"
         requested = _requested_size(block, size) if is_active else size
         frames = _block_frames(block) if keep_frames and is_active else None
@@ -118,7 +120,7 @@ def _traces(lists: Sequence[object], *, keep_frames: bool) -> dict[int, Trace]:
     seen: set[int] = set()
     traces = {}
     for device, entries in enumerate(lists):
-        events = _list(entries, f"device_traces[{device}]")
+        events = _entries(entries, f"device_traces[{device}]")
         if not events:
             continue
         if id(events) in seen:
@@ -188,6 +190,17 @@ def _list(value: object, where: str) -> Sequence[object]:
     if not isinstance(value, list | tuple):
         raise SnapshotError(f"{where} is not a list")
     return value
+
+
+def _entries(value: object, where: str) -> Sequence[object]:
+    """Return a list whose entries are each listed once.
+
+    A pickle names an object again in two bytes, so that a small file would unfold into a list that fills the memory.
+    """
+    entries = _list(value, where)
+    if len(set(map(id, entries))) < len(entries):
+        raise SnapshotError(f"{where} lists an entry twice")
+    return entries
 
 
 def _integer(value: object, allowed: range, where: str) -> int:
