@@ -27,6 +27,9 @@ MOST_FRAMES = 12
 
 MOST_NAME_CHARACTERS = 200
 
+MOST_PATH_CHARACTERS = 4096
+"""The longest path on Linux. Many stacks of a hostile file may share a name that takes long to split."""
+
 SAMPLES = 24
 """Moments of the timeline that its table lists."""
 
@@ -179,7 +182,8 @@ def _stack(recorded: object, frames: Frames) -> tuple[str, ...]:
         if isinstance(frame, dict):
             name, file, line = frame.get("name"), frame.get("filename"), frame.get("line")
             if isinstance(name, str) and isinstance(file, str):
-                place = file if frames is Frames.FULL else PurePosixPath(PureWindowsPath(file).name).name
+                end = file[-MOST_PATH_CHARACTERS:]
+                place = file if frames is Frames.FULL else PurePosixPath(PureWindowsPath(end).name).name
                 number = f":{line}" if type(line) is int and 0 < line < 1 << 31 else ""
                 lines.append(f"{_short(name)} at {_short(place)}{number}")
     return tuple(lines)
