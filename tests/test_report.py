@@ -7,6 +7,8 @@ import json
 import random
 import re
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+LIMIT_FILES = "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
+"""Has a program run out of room for a report, as on a full disk."""
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m[bold]&amp;"
 
@@ -153,10 +158,20 @@ def test_a_state_is_described_in_the_page(tmp_path: Path) -> None:
     assert "the largest free block has 1.00 MiB" in text
 
 
-def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    result = invoke(TRACES / "graphs.pickle.xz", "--html", tmp_path / "missing" / "report.html")
-    assert result.exit_code == 2
+def refused(page: Path, *files: Path) -> str:
+    """The line that says why no report is written there; nothing is replayed before."""
+    result = invoke(*files, "--html", page)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"rallocator: --html {page}: ")
     assert len(result.stderr.splitlines()) == 1
+    return result.stderr
+
+
+def test_a_page_that_cannot_be_written_is_one_line_before_the_replay(tmp_path: Path) -> None:
+    history = with_frames(tmp_path / "h", "embed")
+    assert "folder does not exist" in refused(tmp_path / "missing" / "report.html", history)
+    assert "that is a folder" in refused(tmp_path, history)
+    assert "is no report" in refused(Path("/dev/null"), history)
     assert invoke(TRACES / "graphs.pickle.xz", "--frames", "some").exit_code == 2
 
 
@@ -165,6 +180,43 @@ def test_json_and_a_page_can_be_had_at_once(tmp_path: Path) -> None:
     result = invoke(*files, "--json", "--html", tmp_path / "report.html")
     assert len(json.loads(result.stdout)) == 6
     assert (tmp_path / "report.html").read_text(encoding="utf-8").count('<section class="history"') == 2
+
+
+def test_a_recording_is_never_overwritten_with_a_report(tmp_path: Path) -> None:
+    first, second = with_frames(tmp_path / "a.pickle", "embed"), with_frames(tmp_path / "b.pickle", "head")
+    before = first.read_bytes()
+    (tmp_path / "link").symlink_to(first)
+    assert "is no report" in refused(first, second), "`--html a.pickle b.pickle` takes the first file as OUT"
+    assert "a recording to replay" in refused(first, first)
+    assert "a recording to replay" in refused(tmp_path / "link", second, first)
+    assert "a recording to replay" in refused(tmp_path / "none.html", tmp_path / "none.html")
+    assert first.read_bytes() == before
+    assert not first.is_symlink()
+
+
+def test_a_report_may_be_replaced_and_so_may_an_empty_file(tmp_path: Path) -> None:
+    page, link, history = tmp_path / "report.html", tmp_path / "link.html", with_frames(tmp_path / "h", "embed")
+    page.touch(mode=0o640)
+    link.symlink_to(page)
+    for _ in range(2):
+        assert invoke(history, "--html", link).exit_code == 0
+        assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+        assert page.stat().st_mode & 0o777 == 0o640
+    assert link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["h", "link.html", "report.html"]
+
+
+def test_a_full_disk_leaves_the_old_report_and_the_figures_are_printed(tmp_path: Path) -> None:
+    page, history = tmp_path / "report.html", with_frames(tmp_path / "h", "embed")
+    page.write_text("<!doctype html>the old one", encoding="utf-8")
+    limit = f"import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); {LIMIT_FILES}"
+    program = f"{limit}; from rallocator._cli import main; main()"
+    line = [sys.executable, "-c", program, "replay", str(history), "--html", str(page)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (2, f"rallocator: --html {page}: File too large\n")
+    assert "peak allocated" in done.stdout
+    assert page.read_text(encoding="utf-8") == "<!doctype html>the old one"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["h", "report.html"]
 
 
 # The page in a browser.

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rallocator._cli import report_file
 from rallocator._cli.console import print_json, print_table, print_text, progress, warn
 from rallocator._replay import Advice, MemoryState, ReplayResult, ReplayRow, ReplaySettings, replay_file
 from rallocator._report import Frames, write_page
@@ -48,8 +49,10 @@ def run(
         frames: how much of recorded stacks the report shows.
 
     Raises:
-        RallocatorError: the report cannot be written.
+        RallocatorError: the report cannot be written. Unless that is known before the replays, the figures are printed.
     """
+    if page is not None:
+        report_file.check(page, files)
     for key in settings.without_effect:
         warn(f"the setting {key} has no effect on a replay")
     answer = Answer()
@@ -63,24 +66,27 @@ def run(
                 answer.unreadable += 1
                 warn(f"{os.fspath(file)}: {error}")
             file_done()
+    failure: RallocatorError | None = None
     if page is not None and answer.results:
-        _write_report(page, answer.results, frames)
+        try:
+            report_file.write(page, write_page(answer.results, Frames(frames)))
+            warn(f"wrote {os.fspath(page)}")
+        except RallocatorError as error:
+            failure = error
+    _print(answer, settings, as_json=as_json)
+    if failure is not None:
+        raise failure
+    return answer
+
+
+def _print(answer: Answer, settings: ReplaySettings, *, as_json: bool) -> None:
     if as_json:
         print_json([row for result in answer.results for row in result.to_json()])
-        return answer
+        return
     for number, result in enumerate(answer.results):
         if number:
             print_text("")
         print_rows(result.rows, settings, result.advice)
-    return answer
-
-
-def _write_report(page: Path, results: Sequence[ReplayResult], frames: str) -> None:
-    try:
-        page.write_text(write_page(results, Frames(frames)), encoding="utf-8")
-    except OSError as error:
-        raise RallocatorError(f"{os.fspath(page)}: {error.strerror or error}") from error
-    warn(f"wrote {os.fspath(page)}")
 
 
 def groups(rows: Sequence[ReplayRow]) -> dict[tuple[str, int], list[ReplayRow]]:
