@@ -20,11 +20,13 @@ from typer.testing import CliRunner
 
 import rallocator
 from rallocator import _demo, _demo_training, _doctor, _gpu
+from rallocator._cli import main
 from rallocator._cli.app import app
 from rallocator._replay import POLICIES
 from rallocator._run import Program
 from rallocator._sizes import format_size, parse_size
 from rallocator._text import printable
+from rallocator.errors import RallocatorError
 from tests.histories import MIB, TRACES, event, free, segment, write, write_history
 
 WITHOUT_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80"}
@@ -453,6 +455,93 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[\n"
     assert "Traceback" not in done.stderr
+
+
+def shell(line: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of bash in which `rallocator` is the command line."""
+    line = line.replace("rallocator", f'"{sys.executable}" -m rallocator', 1)
+    env = {**WITHOUT_GPU, **variables}
+    return subprocess.run(
+        ["bash", "-c", line], cwd=cwd, capture_output=True, text=True, timeout=60, check=False, env=env
+    )
+
+
+@pytest.mark.parametrize("options", ["", "--json"])
+@pytest.mark.parametrize(
+    ("redirection", "reason"), [(">&-", "Bad file descriptor"), ("> /dev/full", "No space left on device")]
+)
+def test_output_that_cannot_be_printed_is_one_line_and_not_the_code_of_an_answer(
+    tmp_path: Path, options: str, redirection: str, reason: str
+) -> None:
+    path = write_history(tmp_path / "history", [event("alloc", 64), *free(64)])
+    done = shell(f"rallocator replay {path} {options} {redirection}")
+    assert done.returncode == 2
+    assert done.stderr.startswith("rallocator: ")
+    assert reason in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("options", ["", "--json"])
+def test_a_closed_pipe_is_quiet_and_not_the_code_of_an_answer(tmp_path: Path, options: str) -> None:
+    path = write_history(tmp_path / "history", [event("alloc", 64), *free(64)])
+    done = shell(f"set -o pipefail; rallocator replay {path} {options} {'history ' * 100} | true", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "")
+
+
+def test_a_closed_stderr_is_no_error(tmp_path: Path) -> None:
+    path = write_history(tmp_path / "history", [event("alloc", 64), *free(64)])
+    assert shell(f"rallocator replay {path} --config policy:native 2>&-").returncode == 0
+
+
+def test_characters_that_the_terminal_lacks_are_written_out(tmp_path: Path) -> None:
+    name = "café.pickle"
+    path = write_history(tmp_path / name, [event("alloc", 64), *free(64)])
+    done = shell(f"rallocator replay {path}", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "caf\\xe9.pickle: 3 events" in done.stdout
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, *words: str) -> object:
+    """The exit code of the whole command line where an error comes up that nobody foresaw."""
+
+    def examine() -> None:
+        raise error
+
+    monkeypatch.setattr(_doctor, "examine", examine)
+    monkeypatch.setattr(sys, "argv", ["rallocator", "doctor", *words])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    return caught.value.code
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (KeyError("what\nis this"), "a defect of rallocator: KeyError: "),
+        (MemoryError(), "this machine has too little memory"),
+        (PermissionError(13, "Permission denied", "/x"), "[Errno 13] Permission denied: '/x'"),
+        (RallocatorError("remedy"), "remedy"),
+    ],
+)
+def test_what_nobody_foresaw_is_one_line_and_not_the_code_of_an_answer(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: Exception, line: str
+) -> None:
+    assert failing(monkeypatch, error) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith(f"rallocator: {line}")
+    assert len(err.splitlines()) == 1
+
+
+def test_the_development_mode_of_python_shows_the_traceback(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("from rallocator import _doctor; del _doctor.examine")
+    places = os.pathsep.join([str(tmp_path), *(path for path in sys.path if path)])
+    env = {**WITHOUT_GPU, "PYTHONPATH": places}
+    assert "Traceback" not in command("doctor", env=env).stderr
+    done = command("doctor", env={**env, "PYTHONDEVMODE": "1"})
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("rallocator: a defect of rallocator: AttributeError: ")
 
 
 def test_sizes_are_read_and_written() -> None:

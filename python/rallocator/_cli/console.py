@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +20,13 @@ from rallocator._text import printable
 PROGRESS_AFTER_SECONDS = 2.0
 """Work that takes less shows no progress bar."""
 
+STDOUT = "<stdout>"
+"""What an error names where printing failed."""
+
+
+class ReaderGoneError(Exception):
+    """Whoever read stdout has read enough, as `head` does. No `OSError`: to that Click gives an answer's exit code."""
+
 
 def cell(text: object) -> Text:
     """Return text from outside as a cell of a table: never read as rich's markup."""
@@ -26,13 +35,13 @@ def cell(text: object) -> Text:
 
 def print_json(value: object) -> None:
     """Print a value as JSON on stdout."""
-    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+    _print(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def print_text(*lines: object) -> None:
     """Print lines on stdout as they are, but for control characters."""
     for line in lines:
-        sys.stdout.write(printable(line) + "\n")
+        _print(printable(line) + "\n")
 
 
 def print_table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[object]], title: str | None = None) -> None:
@@ -53,12 +62,52 @@ def print_table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[obje
         table.add_column(cell(heading), justify=justify, no_wrap=kind != "text", overflow="fold")
     for row in rows:
         table.add_row(*(cell(value) for value in row))
-    Console(file=sys.stdout, highlight=False).print(table)
+    console = Console(file=sys.stdout, highlight=False)
+    with console.capture() as written:
+        console.print(table)
+    _print(written.get())
 
 
 def warn(message: object) -> None:
-    """Print a line on stderr."""
-    sys.stderr.write(f"rallocator: {printable(message)}\n")
+    """Print a line on stderr, if there is one."""
+    if sys.stderr is not None:
+        sys.stderr.write(f"rallocator: {printable(message)}\n")
+
+
+def _print(text: str) -> None:
+    """Print on stdout; characters that its encoding lacks are written out, as Python does on stderr.
+
+    Raises:
+        OSError: it was closed before the program began, or cannot be written to.
+        ReaderGoneError: nobody reads it any more.
+    """
+    if sys.stdout is None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF), STDOUT)
+    encoding = sys.stdout.encoding or "utf-8"
+    with _named():
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def flush() -> None:
+    """Write what was printed on stdout and is still in its buffer.
+
+    Raises:
+        OSError: it cannot be written.
+        ReaderGoneError: nobody reads it any more.
+    """
+    if sys.stdout is not None:
+        with _named():
+            sys.stdout.flush()
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise ReaderGoneError from error
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, STDOUT) from error
 
 
 @contextmanager
