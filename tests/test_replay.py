@@ -21,7 +21,7 @@ import pytest
 
 import rallocator
 from rallocator._replay import ReplayResult, ReplayRow, Streams
-from rallocator._replay.history import histories
+from rallocator._replay.history import STATE_ONLY, histories
 from rallocator._replay.reader import read_recording
 from rallocator._replay.steps import Kind
 from rallocator.errors import ConfigError, SnapshotError
@@ -350,7 +350,7 @@ def test_a_state_has_a_reason_and_no_figures(tmp_path: Path) -> None:
     assert result == ReplayResult((dataclasses.replace(result.rows[0], file=str(path)),))
     row = result.rows[0]
     assert (row.device, row.policy, row.replayable) == (1, "expandable", False)
-    assert row.reason == "a state without a history of allocations and frees"
+    assert row.reason == STATE_ONLY
     assert row.recorded_peak_reserved == 2 * MIB
     assert (row.peak_reserved, row.utilization, row.driver_calls, row.ooms) == (None, None, None, None)
 

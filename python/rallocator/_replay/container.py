@@ -39,7 +39,10 @@ def chunks(path: Path, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> Iterator[bytes
         for chunk in _unpacked(path):
             total += len(chunk)
             if total > limit_bytes:
-                raise SnapshotError(f"unpacks to more than {limit_bytes} bytes")
+                raise SnapshotError(
+                    f"unpacks to more than {limit_bytes} bytes; `rallocator replay --max-size`, or max_size in Python, "
+                    "accepts more"
+                )
             yield chunk
     except (lzma.LZMAError, zlib.error) as error:
         raise SnapshotError(f"damaged compressed data: {error}") from error

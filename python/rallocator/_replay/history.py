@@ -31,9 +31,17 @@ MAX_STREAMS = 4096
 BLOCK_ACTIONS = frozenset({"alloc", "free_requested", "free_completed", "free", "oom"})
 """Events of blocks. `free` is what torch's viewer makes of a pair; `oom` is an allocation that failed."""
 
-STATE_ONLY = "a state without a history of allocations and frees"
-NO_FREES = "recorded without events of frees, so that nothing tells when a block ended"
-NO_ALLOCATIONS = "recorded without events of allocations, so that nothing tells when a block began"
+STATE_ONLY = (
+    "a state without a history of allocations and frees; "
+    "to record one, call torch.cuda.memory._record_memory_history() before the program allocates"
+)
+NO_FREES = (
+    "recorded without events of frees, so that nothing tells when a block ended; record again without skip_actions"
+)
+NO_ALLOCATIONS = (
+    "recorded without events of allocations, so that nothing tells when a block began; "
+    "record again without skip_actions"
+)
 
 
 class Streams(enum.Enum):
