@@ -99,6 +99,16 @@ def test_a_state_is_an_answer_and_no_error(tmp_path: Path) -> None:
     assert "cannot be replayed: a state without a history" in result.stdout
 
 
+def test_a_guard_does_not_pass_where_there_is_no_history(tmp_path: Path) -> None:
+    state = write(tmp_path / "state", [segment(0, (512, "inactive"))])
+    for options in ([], ["--json"]):
+        result = invoke("replay", state, TRACES / "graphs.pickle.xz", "--budget", "20GiB", *options)
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"rallocator: {state}: nothing tells whether it fits in 20.00 GiB: a state")
+        assert "call torch.cuda.memory._record_memory_history()" in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

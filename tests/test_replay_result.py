@@ -51,7 +51,9 @@ def test_whether_it_fits_counts_every_device_and_the_best_policy(tmp_path: Path)
     assert not rallocator.replay(path, budget="28MiB").fits
     assert not rallocator.replay(path, ["native"], budget="15MiB").fits, "even the small one takes 20 MiB"
     state = write(tmp_path / "state", [segment(0, (512, "inactive"))])
-    assert rallocator.replay(state, budget="1MiB").fits, "nothing is known to fail"
+    result = rallocator.replay(state, budget="1MiB")
+    assert not result.fits, "a guard that was given no history must not pass"
+    assert not result.replayable
 
 
 def test_a_notebook_shows_a_table_and_the_advice() -> None:

@@ -19,7 +19,7 @@ from rallocator._run import Program
 from rallocator.errors import RallocatorError
 
 USAGE_ERROR = 2
-"""The exit code for wrong usage and unreadable input."""
+"""The exit code for wrong usage, unreadable input, and all else that is no answer."""
 
 app = typer.Typer(
     name="rallocator",
@@ -125,7 +125,8 @@ def replay(
 
     Each FILE is a memory snapshot of torch (torch.cuda.memory._dump_snapshot), a Chrome trace
     of its profiler with [memory] events, or the CSV log of RMM; plain, gzip or xz.
-    The exit code is 1 if a history fits under none of the policies, and 2 if a file cannot be read.
+    The exit code is 1 if a history fits under none of the policies, and 2 if a file cannot be read
+    or, with a budget, holds no history.
     """
     policies = [name.strip() for name in policy.split(",") if name.strip()]
     try:
@@ -142,7 +143,7 @@ def replay(
         answer = replay_command.run(files, settings, as_json=as_json, page=html, frames=frames.value)
     except RallocatorError as error:
         _fail(error)
-    if answer.unreadable:
+    if answer.unreadable or (settings.budget_bytes is not None and answer.unproven):
         raise typer.Exit(USAGE_ERROR)
     if not answer.fits:
         raise typer.Exit(1)

@@ -26,10 +26,18 @@ class ReplayResult:
     """What was replayed."""
 
     @property
+    def replayable(self) -> bool:
+        """Whether the file holds a history of one device at least."""
+        return any(row.replayable for row in self.rows)
+
+    @property
     def fits(self) -> bool:
-        """Whether each device's history runs to its end, without a failed allocation, under one of the policies."""
+        """Whether each device's history runs to its end, without a failed allocation, under one of the policies.
+
+        False where no device has a history, since then nothing shows it: `replayable` tells the two apart.
+        """
         replayable = {row.device for row in self.rows if row.replayable}
-        return replayable <= {row.device for row in self.rows if row.ooms == 0}
+        return self.replayable and replayable <= {row.device for row in self.rows if row.ooms == 0}
 
     def row(self, policy: str, device: int | None = None) -> ReplayRow:
         """Return the figures under one policy.
@@ -124,7 +132,7 @@ def replay(
 
     Returns:
         A row of figures for each device of the file under each policy, and advice. A file that holds a state but no
-        history gives rows with `replayable` False and the reason, and what the state tells by itself.
+        history gives rows with `replayable` False and the reason, and what the state tells by itself; it does not fit.
 
     Raises:
         SnapshotError: the file is unreadable, damaged, or of no known kind.
