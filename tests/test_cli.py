@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -140,6 +141,17 @@ def test_tables_fit_80_columns(tmp_path: Path) -> None:
     assert max(map(len, tables)) <= 80
     assert "expandable" in done.stdout
     assert "(recorded)  48.53 GiB" in done.stdout
+
+
+@pytest.mark.parametrize("columns", ["50", "30", "1"])
+def test_no_figure_is_cut_in_a_narrow_terminal(columns: str) -> None:
+    line = [TRACES / "graphs.pickle.xz", "--budget", "252MiB"]
+    wide, narrow = (
+        command("replay", *line, env={**WITHOUT_GPU, "COLUMNS": width}).stdout for width in ("200", columns)
+    )
+    figures = [re.sub(r"\s+", " ", text).strip() for text in wide.splitlines() if re.search(r"\d MiB .*%", text)]
+    assert len(figures) == 4, "the recorded ones and those of three policies"
+    assert set(figures) <= {re.sub(r"\s+", " ", text).strip() for text in narrow.splitlines()}
 
 
 def test_names_from_outside_are_neither_markup_nor_control_codes(tmp_path: Path) -> None:

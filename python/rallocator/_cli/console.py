@@ -20,6 +20,12 @@ from rallocator._text import printable
 PROGRESS_AFTER_SECONDS = 2.0
 """Work that takes less shows no progress bar."""
 
+GAP_WIDTH = 2
+"""Columns of the terminal that rich leaves empty beside each of a table."""
+
+TEXT_WIDTH = 10
+"""Columns of the terminal that text in a table has at least."""
+
 STDOUT = "<stdout>"
 """What an error names where printing failed."""
 
@@ -48,8 +54,8 @@ def print_table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[obje
     """Print a table on stdout.
 
     Arguments:
-        columns: for each its heading, if any has one, and what it holds: "text", which may be wrapped, a "name", or a
-            "figure".
+        columns: for each its heading, if any has one, and what it holds: "text", which may be wrapped, a "name" or a
+            "figure", which are never cut short; where the terminal is too narrow for them, the table is wider.
         rows: the cells, as text from anywhere.
         title: a line above the table.
     """
@@ -57,14 +63,23 @@ def print_table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[obje
         print_text(title)
     has_headings = any(heading for heading, _ in columns)
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=has_headings)
-    for heading, kind in columns:
+    lines = [[cell(value) for value in row] for row in rows]
+    least_width = GAP_WIDTH * len(columns)
+    for number, (heading, kind) in enumerate(columns):
         justify: JustifyMethod = "right" if kind == "figure" else "left"
-        table.add_column(cell(heading), justify=justify, no_wrap=kind != "text", overflow="fold")
-    for row in rows:
-        table.add_row(*(cell(value) for value in row))
+        width = max((line[number].cell_len for line in lines), default=0)
+        if kind == "text":
+            width = min(width, TEXT_WIDTH)
+        least_width += width
+        table.add_column(cell(heading), justify=justify, no_wrap=kind != "text", overflow="fold", min_width=width)
+    for line in lines:
+        table.add_row(*line)
     console = Console(file=sys.stdout, highlight=False)
+    # A figure without its unit, or half of it, would be another one. Rich shares out the width by what headings want,
+    # and would crop the last columns for that.
+    console.width = max(console.width, least_width)
     with console.capture() as written:
-        console.print(table)
+        console.print(table, crop=False)
     _print(written.get())
 
 
