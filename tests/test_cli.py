@@ -510,9 +510,11 @@ def test_a_closed_pipe_is_quiet_and_not_the_code_of_an_answer(tmp_path: Path, op
     assert (done.returncode, done.stderr) == (2, "")
 
 
-def test_a_closed_stderr_is_no_error(tmp_path: Path) -> None:
+def test_a_stderr_that_takes_nothing_changes_no_exit_code(tmp_path: Path) -> None:
     path = write_history(tmp_path / "history", [event("alloc", 64), *free(64)])
-    assert shell(f"rallocator replay {path} --config policy:native 2>&-").returncode == 0
+    for redirection in ("2>&-", "2> /dev/full"):
+        assert shell(f"rallocator replay {path} --config policy:native {redirection}").returncode == 0
+        assert shell(f"rallocator replay missing {redirection}").returncode == 2
 
 
 def test_characters_that_the_terminal_lacks_are_written_out(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -84,8 +84,8 @@ def print_table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[obje
 
 
 def warn(message: object) -> None:
-    """Print a line on stderr, if there is one."""
-    if sys.stderr is not None:
+    """Print a line on stderr. Where that fails there is nowhere to say so, and the exit code has to do."""
+    with suppress(OSError, AttributeError):
         sys.stderr.write(f"rallocator: {printable(message)}\n")
 
 
