@@ -371,6 +371,15 @@ def test_run_enables_the_allocator_before_the_first_line_or_warns(tmp_path: Path
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(("filters", "lines"), [("error", 1), ("always", 1), ("ignore", 0)])
+def test_filters_of_warnings_decide_what_is_said_and_never_whether_the_program_runs(
+    tmp_path: Path, filters: str, lines: int
+) -> None:
+    done = run_script(tmp_path, "print('the program ran')", env={**WITHOUT_GPU, "PYTHONWARNINGS": filters})
+    assert (done.returncode, done.stdout) == (0, "the program ran\n"), done.stderr
+    assert len(done.stderr.splitlines()) == lines
+
+
 def test_run_takes_settings_and_refuses_wrong_ones(tmp_path: Path) -> None:
     done = run_script(tmp_path, "print('not reached')", "--config", "policy:fast")
     assert (done.returncode, done.stdout) == (2, "")

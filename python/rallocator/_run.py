@@ -79,11 +79,13 @@ class Program:
         from rallocator.errors import ConfigError
 
         with warnings.catch_warnings(record=True) as caught:
+            # A filter that makes errors of warnings is meant for the program, which runs whatever is to be said here.
+            warnings.simplefilter("always")
             try:
                 enable(self.config, attach=self.attach, required=False)
             except (ConfigError, ValueError) as error:
                 _refuse(error)
-        for warning in caught:
+        for warning in filter(_is_wanted, caught):
             if Path(warning.filename).parent == Path(__file__).parent:
                 # The program's author can do nothing about a line of ours: what it says is enough.
                 sys.stderr.write(f"rallocator: {warning.message}\n")
@@ -123,6 +125,16 @@ def _find(name: str, folder: str | None = None) -> importlib.machinery.ModuleSpe
         return importlib.util.find_spec(name)
     except (ImportError, ValueError) as error:
         _refuse(f"there is no module {name} to run: {error}")
+
+
+def _is_wanted(warning: warnings.WarningMessage) -> bool:
+    """Whether the filters in force would show a warning, or make an error of it."""
+    with warnings.catch_warnings(record=True) as shown:
+        try:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        except Warning:
+            return True
+    return bool(shown)
 
 
 def _refuse(reason: object) -> NoReturn:
