@@ -380,6 +380,14 @@ def test_filters_of_warnings_decide_what_is_said_and_never_whether_the_program_r
     assert len(done.stderr.splitlines()) == lines
 
 
+@pytest.mark.parametrize("redirection", ["2>&-", "2> >(true)"])
+def test_the_program_runs_where_nobody_listens_to_warnings(tmp_path: Path, redirection: str) -> None:
+    (tmp_path / "script.py").write_text("print('the program ran')")
+    line = f'"{sys.executable}" -m rallocator run "{tmp_path}/script.py" {redirection}'
+    done = subprocess.run(["bash", "-c", line], env=WITHOUT_GPU, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "the program ran\n")
+
+
 def test_run_takes_settings_and_refuses_wrong_ones(tmp_path: Path) -> None:
     done = run_script(tmp_path, "print('not reached')", "--config", "policy:fast")
     assert (done.returncode, done.stdout) == (2, "")

@@ -7,6 +7,7 @@ and the pickling of `__main__`'s classes may still need the program's. Here the 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib.machinery
 import importlib.util
 import os
@@ -88,7 +89,7 @@ class Program:
         for warning in filter(_is_wanted, caught):
             if Path(warning.filename).parent == Path(__file__).parent:
                 # The program's author can do nothing about a line of ours: what it says is enough.
-                sys.stderr.write(f"rallocator: {warning.message}\n")
+                _say(warning.message)
             else:
                 warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
 
@@ -138,8 +139,15 @@ def _is_wanted(warning: warnings.WarningMessage) -> bool:
 
 
 def _refuse(reason: object) -> NoReturn:
-    sys.stderr.write(f"rallocator: {reason}\n")
+    _say(reason)
     raise SystemExit(2)
+
+
+def _say(message: object) -> None:
+    """Write a line on stderr. There may be none (`2>&-`), or nobody who reads it: neither is a failure."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"rallocator: {message}\n")
 
 
 def _new_main(file: str, spec: importlib.machinery.ModuleSpec | None, loader: object) -> ModuleType:
