@@ -80,3 +80,34 @@ def test_unknown_way_to_attach_is_a_value_error() -> None:
             print(error)
     """)
     assert printed == "attach must be one of 'auto', 'pluggable', 'bridge', not 'brigde'"
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("raise OSError('libcudart.so.12: cannot open shared object file')", "OSError: libcudart.so.12: cannot open"),
+        ("raise ImportError('numpy is too new\\nand here is a page about it')", "ImportError: numpy is too new)"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("", "AttributeError: module 'torch' has no attribute '__version__'"),
+    ],
+)
+def test_torch_that_fails_on_import_is_one_that_is_not_supported(source: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(source)
+    printed = succeed(f"""
+        import sys, warnings
+        import rallocator
+        sys.path.insert(0, {str(tmp_path)!r})
+        try:
+            rallocator.enable()
+        except rallocator.errors.TorchNotSupportedError as error:
+            print(error)
+            print(type(error.__cause__).__name__)
+        sys.modules.pop("torch", None)
+        warnings.simplefilter("ignore")
+        print(rallocator.enable(required=False))
+    """)
+    message, cause, enabled = printed.splitlines()
+    assert says in message
+    assert "Install a CUDA build" in message
+    assert says.startswith(cause)
+    assert enabled == "False"

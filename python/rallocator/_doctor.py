@@ -23,8 +23,8 @@ found = {"version": None, "cuda": None, "route": None, "reason": None}
 try:
     import torch
     found["version"], found["cuda"] = torch.__version__, torch.version.cuda
-except ImportError as error:
-    found["reason"] = f"torch cannot be imported: {error}"
+except Exception as error:
+    found["reason"] = f"torch cannot be imported: {type(error).__name__}: {error}"
 if found["version"]:
     import rallocator
     try:

@@ -44,12 +44,15 @@ def import_supported() -> ModuleType:
     """
     try:
         torch = importlib.import_module("torch")
-    except ImportError as error:
+        version, cuda = torch.__version__, torch.version.cuda
+    # A broken installation fails in any way: a library that is missing is an OSError, and a folder that happens to be
+    # called torch is a module without a version. The program may not need torch at all.
+    except Exception as error:
         raise TorchNotSupportedError(
-            f"torch cannot be imported ({error}). Install a CUDA build of torch 2.9 or newer into this environment: "
-            "https://pytorch.org/get-started/locally/"
+            f"torch cannot be imported ({type(error).__name__}: {_first_line(error)}). Install a CUDA build of torch "
+            "2.9 or newer into this environment: https://pytorch.org/get-started/locally/"
         ) from error
-    check_build(torch.__version__, torch.version.cuda, getattr(torch.version, "hip", None))
+    check_build(version, cuda, getattr(torch.version, "hip", None))
     return torch
 
 
