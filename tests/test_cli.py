@@ -323,7 +323,8 @@ print(json.dumps({
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
     """A folder of programs that tell how they were run."""
-    (tmp_path / "probe.py").write_text(PROBE)
+    for name in ("probe", "hmod", "amod"):
+        (tmp_path / f"{name}.py").write_text(PROBE)
     package = tmp_path / "package"
     package.mkdir()
     for name in ("__init__", "__main__", "inner"):
@@ -348,6 +349,9 @@ def programs(tmp_path: Path) -> Path:
         ["-m", "probe", "--json"],
         ["-m", "package", "-x"],
         ["-mpackage.inner", "a", "b"],
+        ["-mhmod"],
+        ["-mamod", "--config", "lr:3", "--attach=glue", "--help", "--", "-h"],
+        ["-m", "amod", "--config", "lr:3", "--", "-m"],
     ],
     ids=" ".join,
 )
@@ -471,6 +475,14 @@ def test_words_are_split_into_program_and_arguments() -> None:
     assert Program.parse(["a.py", "-m", "x"]) == Program("a.py", is_module=False, arguments=("-m", "x"))
     assert Program.parse(["-m", "a.b", "--", "x"]) == Program("a.b", is_module=True, arguments=("--", "x"))
     assert Program.parse(["-ma", "x"]) == Program("a", is_module=True, arguments=("x",))
+
+
+def test_options_of_run_come_before_the_program_however_they_are_written(programs: Path) -> None:
+    for options in (["--attach", "pluggable"], ["--attach=pluggable", "--config", "policy:native"], ["--config="]):
+        done = command("run", *options, "-mamod", "--config", "lr:3", cwd=programs)
+        assert json.loads(done.stdout)["argv"][1:] == ["--config", "lr:3"], done.stderr
+    assert "Usage" in command("run", "--help", "-mamod", cwd=programs).stdout
+    assert "Usage" in command("run", "-h", cwd=programs).stdout
 
 
 # The command line as a whole, and sizes.

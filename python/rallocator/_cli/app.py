@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 import rallocator
 from rallocator._cli import bridge as bridge_command
@@ -39,6 +40,21 @@ class ProgramToRun(BaseException):
         self.program = program
 
 
+class RunCommand(TyperCommand):
+    """Reads the options before the program only, also before `-mMODULE`: the letters of that are no options of ours."""
+
+    # Newer releases of typer bring click's classes themselves, so that the context's has no name in all of them.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
+        """Say where the program begins, then read the words as other commands do."""
+        begin = 0
+        # Every option takes a value, in the same word or in the next.
+        while begin < len(args) and args[begin].startswith("--") and args[begin] != "--":
+            begin += 1 if "=" in args[begin] else 2
+        if begin < len(args) and args[begin].startswith("-m"):
+            args = [*args[:begin], "--", *args[begin:]]
+        return super().parse_args(ctx, args)
+
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
@@ -63,6 +79,7 @@ def _fail(message: object) -> NoReturn:
 
 
 @app.command(
+    cls=RunCommand,
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
     short_help="Run a Python program with the allocator enabled, no line of it changed.",
 )
