@@ -7,17 +7,16 @@ and the pickling of `__main__`'s classes may still need the program's. Here the 
 from __future__ import annotations
 
 import builtins
-import contextlib
 import importlib.machinery
 import importlib.util
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import CodeType, ModuleType
 from typing import NoReturn
+
+from rallocator._enabling import Request, say
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +74,12 @@ class Program:
             self._run_file(path)
 
     def _enable(self) -> None:
-        # Imported here: the command line reads the program's words without loading any of it.
-        from rallocator import enable
         from rallocator.errors import ConfigError
 
-        with warnings.catch_warnings(record=True) as caught:
-            # A filter that makes errors of warnings is meant for the program, which runs whatever is to be said here.
-            warnings.simplefilter("always")
-            try:
-                enable(self.config, attach=self.attach, required=False)
-            except (ConfigError, ValueError) as error:
-                _refuse(error)
-        for warning in filter(_is_wanted, caught):
-            if Path(warning.filename).parent == Path(__file__).parent:
-                # The program's author can do nothing about a line of ours: what it says is enough.
-                _say(warning.message)
-            else:
-                warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
+        try:
+            Request(self.config, self.attach).enable()
+        except (ConfigError, ValueError) as error:
+            _refuse(error)
 
     def _run_file(self, path: str) -> None:
         with open(path, "rb") as file:
@@ -128,26 +116,9 @@ def _find(name: str, folder: str | None = None) -> importlib.machinery.ModuleSpe
         _refuse(f"there is no module {name} to run: {error}")
 
 
-def _is_wanted(warning: warnings.WarningMessage) -> bool:
-    """Whether the filters in force would show a warning, or make an error of it."""
-    with warnings.catch_warnings(record=True) as shown:
-        try:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-        except Warning:
-            return True
-    return bool(shown)
-
-
 def _refuse(reason: object) -> NoReturn:
-    _say(reason)
+    say(reason)
     raise SystemExit(2)
-
-
-def _say(message: object) -> None:
-    """Write a line on stderr. There may be none (`2>&-`), or nobody who reads it: neither is a failure."""
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError):
-            sys.stderr.write(f"rallocator: {message}\n")
 
 
 def _new_main(file: str, spec: importlib.machinery.ModuleSpec | None, loader: object) -> ModuleType:
