@@ -457,6 +457,11 @@ def test_a_program_may_start_processes_of_every_kind(tmp_path: Path) -> None:
     assert done.stdout == "fork [42]\nspawn [42]\nforkserver [42]\n", done.stderr
 
 
+def test_where_enabling_fails_nothing_is_handed_to_processes(tmp_path: Path) -> None:
+    source = "from multiprocessing import spawn; print(spawn.get_preparation_data.__module__)"
+    assert run_script(tmp_path, source).stdout == "multiprocessing.spawn\n"
+
+
 def test_a_program_reads_its_own_input(tmp_path: Path) -> None:
     assert run_script(tmp_path, "print(input())", input="hello\n").stdout == "hello\n"
 

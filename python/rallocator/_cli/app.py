@@ -94,6 +94,8 @@ def run(
 
     Options come before the program; all that follows it is the program's own.
     Without a GPU a warning says so, and the program runs all the same.
+    What it starts with multiprocessing has the allocator too; a launcher's ranks
+    have it by: torchrun ... -m rallocator run SCRIPT.py
     """
     try:
         request = Program.parse(program, config=config, attach=attach)
