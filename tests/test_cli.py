@@ -257,6 +257,7 @@ def report(**changes: Any) -> _doctor.Report:
         "attach_reason": "as every release",
         "settings": (),
         "inert": (),
+        "host": (),
         "settings_reason": None,
     }
     return _doctor.Report(**{**fields, **changes})
@@ -294,6 +295,14 @@ def test_doctor_shows_each_setting_and_its_source() -> None:
     assert sources["policy"] == ("native", "RALLOCATOR_CONF")
     assert sources["max_split_size_mb"] == ("64", "PYTORCH_CUDA_ALLOC_CONF")
     assert sources["peers"] == ("used", "default")
+
+
+def test_doctor_says_that_settings_of_pinned_memory_are_torchs_own() -> None:
+    text = "pinned_use_cuda_host_register:True,throw_on_cudamalloc_oom:True"
+    lines = command("doctor", env={**WITHOUT_GPU, "PYTORCH_CUDA_ALLOC_CONF": text}).stdout.splitlines()
+    source = "from PYTORCH_CUDA_ALLOC_CONF"
+    assert f"pinned_use_cuda_host_register:True {source} is torch's own, for pinned host memory" in lines
+    assert f"throw_on_cudamalloc_oom:True {source} changes nothing here" in lines
 
 
 def test_doctor_names_a_wrong_setting() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rallocator import _config
-from rallocator._config import Config, ResolvedConfig, resolve
+from rallocator._config import Config, ResolvedConfig, Setting, resolve
 from rallocator.errors import ConfigError
 
 EVERY_FIELD = Config(
@@ -229,15 +229,40 @@ def test_a_wrong_variable_is_refused_by_name(environ: Mapping[str, str], message
 
 
 def test_settings_that_change_nothing_are_named_once() -> None:
-    environ = {"PYTORCH_CUDA_ALLOC_CONF": "pinned_num_register_threads:8,throw_on_cudamalloc_oom:True"}
-    with pytest.warns(UserWarning, match=r"change nothing: pinned_num_register_threads, throw_on_cudamalloc_oom\.$"):
+    environ = {"PYTORCH_CUDA_ALLOC_CONF": "graph_capture_record_stream_reuse:True,throw_on_cudamalloc_oom:True"}
+    named = r"change nothing: graph_capture_record_stream_reuse, throw_on_cudamalloc_oom\.$"
+    with pytest.warns(UserWarning, match=named):
         settings = resolved(environ=environ)
     assert [(setting.key, setting.value, setting.source) for setting in settings.inert] == [
-        ("pinned_num_register_threads", "8", "PYTORCH_CUDA_ALLOC_CONF"),
+        ("graph_capture_record_stream_reuse", "True", "PYTORCH_CUDA_ALLOC_CONF"),
         ("throw_on_cudamalloc_oom", "True", "PYTORCH_CUDA_ALLOC_CONF"),
     ]
     # Warnings are errors here: a second one would fail.
     resolved(environ=environ)
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_settings_of_pinned_memory_are_torchs_own_where_torch_reads_them(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {variable: "pinned_use_cuda_host_register:True,max_split_size_mb:64"}
+    # Warnings are errors here.
+    settings = resolved(environ=environ)
+    assert settings.host == (Setting("pinned_use_cuda_host_register", "True", variable),)
+    assert settings.inert == ()
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(importlib.metadata, "version", {"torch": "2.15.0"}.__getitem__)
+    assert Config.from_env() == Config(max_split_size_mb=64)
+
+
+def test_settings_of_pinned_memory_change_nothing_where_torch_does_not_look() -> None:
+    environ = {"RALLOCATOR_CONF": "pinned_num_register_threads:8"}
+    with pytest.warns(UserWarning, match=r"pinned_num_register_threads\. Put pinned_\* into PYTORCH_CUDA_ALLOC_CONF"):
+        settings = resolved(environ=environ)
+    assert settings.host == ()
+    assert [setting.key for setting in settings.inert] == ["pinned_num_register_threads"]
 
 
 def test_expandable_segments_never_sets_the_policy_and_false_says_what_would() -> None:
@@ -271,8 +296,8 @@ def test_settings_that_change_nothing_under_the_policy_are_named_once(
 
 
 def test_a_resolver_that_only_looks_does_not_warn() -> None:
-    settings = resolve(None, environ={"PYTORCH_CUDA_ALLOC_CONF": "pinned_free_catch_all:True"}, warn=False)
-    assert [setting.key for setting in settings.inert] == ["pinned_free_catch_all"]
+    settings = resolve(None, environ={"PYTORCH_CUDA_ALLOC_CONF": "throw_on_cudamalloc_oom:True"}, warn=False)
+    assert [setting.key for setting in settings.inert] == ["throw_on_cudamalloc_oom"]
 
 
 def test_from_env_gives_what_the_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,10 @@ from rallocator.errors import ConfigError
 OWN_VARIABLE = "RALLOCATOR_CONF"
 TORCH_CUDA_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 TORCH_VARIABLE = "PYTORCH_ALLOC_CONF"
+_TORCH_VARIABLES = (TORCH_CUDA_VARIABLE, TORCH_VARIABLE)
+
+HOST_PREFIX = "pinned_"
+"""How the settings of torch's allocator for pinned host memory begin. That one stays in use, and reads them itself."""
 
 _CALL = "enable()"
 _DEFAULT = "default"
@@ -144,7 +148,8 @@ class Config:
             ConfigError: a variable is wrong. The message names it.
         """
         given = _read_all(None, os.environ, None)
-        warn_of_inert(_parse_together(given).inert, stacklevel=3)
+        parsed = _parse_together(given)
+        warn_of_inert([key for key in parsed.inert if not _is_for_host(given[key])], stacklevel=3)
         return _from_given({key: setting.value for key, setting in given.items()})
 
     def _written(self) -> dict[str, str]:
@@ -174,6 +179,8 @@ class ResolvedConfig:
     """Every setting that acts, in a fixed order."""
     inert: tuple[Setting, ...]
     """Settings of torch's that were given but change nothing here."""
+    host: tuple[Setting, ...]
+    """Settings in torch's variables that torch's own allocator for pinned host memory reads from there."""
 
 
 def resolve(
@@ -199,15 +206,18 @@ def resolve(
     """
     given = _read_all(config, os.environ if environ is None else environ, torch_version)
     parsed = _parse_together(given)
+    host = [key for key in parsed.inert if _is_for_host(given[key])]
+    inert = [key for key in parsed.inert if key not in host]
     if warn:
-        warn_of_inert(parsed.inert, stacklevel=4)
+        warn_of_inert(inert, stacklevel=4)
         _warn_of_combinations(dict(parsed.effective), given.keys(), stacklevel=5)
     return ResolvedConfig(
         text=parsed.text,
         settings=tuple(
             Setting(key, value, given[key].source if key in given else _DEFAULT) for key, value in parsed.effective
         ),
-        inert=tuple(given[key] for key in parsed.inert),
+        inert=tuple(given[key] for key in inert),
+        host=tuple(given[key] for key in host),
     )
 
 
@@ -236,9 +246,14 @@ def _read(source: str, text: str) -> dict[str, Setting]:
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     given = {key: Setting(key, value, source) for key, value in parsed.given}
-    if source in (TORCH_CUDA_VARIABLE, TORCH_VARIABLE) and (own := sorted(_OWN_KEYS & given.keys())):
+    if source in _TORCH_VARIABLES and (own := sorted(_OWN_KEYS & given.keys())):
         raise ConfigError(f"{source}: torch has no setting {own[0]}; put it into {OWN_VARIABLE}")
     return given
+
+
+def _is_for_host(setting: Setting) -> bool:
+    """Whether torch's allocator for pinned host memory reads this setting: it looks into torch's variables only."""
+    return setting.key.startswith(HOST_PREFIX) and setting.source in _TORCH_VARIABLES
 
 
 def _torch_text(environ: Mapping[str, str], torch_version: str | None) -> list[tuple[str, str]]:
@@ -304,6 +319,10 @@ def warn_of_inert(keys: list[str], stacklevel: int) -> None:
         text = f"rallocator does not use these settings of torch's, which change nothing: {', '.join(news)}."
         if "expandable_segments" in news:
             text += " To choose torch's default rules, set policy:native in RALLOCATOR_CONF."
+        if any(key.startswith(HOST_PREFIX) for key in news):
+            text += (
+                f" Put {HOST_PREFIX}* into {TORCH_CUDA_VARIABLE}: torch's allocator for pinned memory reads it there."
+            )
         warnings.warn(text, UserWarning, stacklevel=stacklevel)
 
 

@@ -73,6 +73,8 @@ class Report:
     """Each setting in force, and the variable that it came from, or "default"."""
     inert: tuple[_config.Setting, ...]
     """Settings of torch's that were given but change nothing here."""
+    host: tuple[_config.Setting, ...]
+    """Settings that torch's own allocator for pinned host memory reads."""
     settings_reason: str | None
     """What is wrong with the settings; None if nothing is."""
 
@@ -88,9 +90,10 @@ def examine() -> Report:
     settings_reason = None
     settings: tuple[_config.Setting, ...] = ()
     inert: tuple[_config.Setting, ...] = ()
+    host: tuple[_config.Setting, ...] = ()
     try:
         resolved = _config.resolve(None, warn=False)
-        settings, inert = resolved.settings, resolved.inert
+        settings, inert, host = resolved.settings, resolved.inert, resolved.host
     except ConfigError as error:
         settings_reason = str(error)
     route = probe["route"]
@@ -107,6 +110,7 @@ def examine() -> Report:
         attach_reason=probe["reason"],
         settings=settings,
         inert=inert,
+        host=host,
         settings_reason=settings_reason,
     )
 

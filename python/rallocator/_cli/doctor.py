@@ -22,6 +22,8 @@ def run(*, as_json: bool) -> bool:
         print_table(columns, [(setting.key, setting.value, setting.source) for setting in report.settings])
     for setting in report.inert:
         print_text(f"{setting.key}:{setting.value} from {setting.source} changes nothing here")
+    for setting in report.host:
+        print_text(f"{setting.key}:{setting.value} from {setting.source} is torch's own, for pinned host memory")
     print_text("", "rallocator works here." if report.works else "rallocator does not work here.")
     return report.works
 

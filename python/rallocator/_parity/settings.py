@@ -9,7 +9,6 @@ from rallocator._parity import state
 from rallocator.errors import ConfigError
 
 _FRACTION = "per_process_memory_fraction"
-_HOST_PREFIX = "pinned_"
 
 
 def set_cuda_settings(*args: Any) -> None:
@@ -39,7 +38,7 @@ def _set(text: str, name: str) -> None:
             f"{_config.OWN_VARIABLE}, torch's variables, or rallocator.enable(...)."
         )
     # The memory of the host stays with torch's own allocator for it.
-    if host := {key: value for key, value in given.items() if key.startswith(_HOST_PREFIX)}:
+    if host := {key: value for key, value in given.items() if key.startswith(_config.HOST_PREFIX)}:
         state.originals[name](",".join(f"{key}:{value}" for key, value in host.items()))
     _config.warn_of_inert([key for key in parsed.inert if key not in host], stacklevel=5)
     if _FRACTION in given:
