@@ -258,6 +258,7 @@ def report(**changes: Any) -> _doctor.Report:
         "settings": (),
         "inert": (),
         "host": (),
+        "caching_note": None,
         "settings_reason": None,
     }
     return _doctor.Report(**{**fields, **changes})
@@ -303,6 +304,12 @@ def test_doctor_says_that_settings_of_pinned_memory_are_torchs_own() -> None:
     source = "from PYTORCH_CUDA_ALLOC_CONF"
     assert f"pinned_use_cuda_host_register:True {source} is torch's own, for pinned host memory" in lines
     assert f"throw_on_cudamalloc_oom:True {source} changes nothing here" in lines
+
+
+def test_doctor_says_that_memory_is_cached_all_the_same() -> None:
+    done = command("doctor", env={**WITHOUT_GPU, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+    (line,) = (line for line in done.stdout.splitlines() if "PYTORCH_NO_CUDA_MEMORY_CACHING" in line)
+    assert "do not enable rallocator in that run" in line
 
 
 def test_doctor_names_a_wrong_setting() -> None:

@@ -265,6 +265,19 @@ def test_settings_of_pinned_memory_change_nothing_where_torch_does_not_look() ->
     assert [setting.key for setting in settings.inert] == ["pinned_num_register_threads"]
 
 
+def test_memory_is_cached_whatever_torch_was_asked_and_that_is_said_once() -> None:
+    environ = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    with pytest.warns(
+        UserWarning, match="has no effect under rallocator.* do not enable rallocator in that run"
+    ) as seen:
+        resolved(environ=environ)
+    assert len(seen) == 1
+    # Warnings are errors here: a second one would fail.
+    resolved(environ=environ)
+    for off in ("0", ""):
+        assert _config.caching_note({"PYTORCH_NO_CUDA_MEMORY_CACHING": off}) is None
+
+
 def test_expandable_segments_never_sets_the_policy_and_false_says_what_would() -> None:
     settings = resolved(environ={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
     assert (settings.text, settings.inert) == ("", ())

@@ -21,6 +21,9 @@ from rallocator.errors import ConfigError
 OWN_VARIABLE = "RALLOCATOR_CONF"
 TORCH_CUDA_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 TORCH_VARIABLE = "PYTORCH_ALLOC_CONF"
+NO_CACHING_VARIABLE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+"""What has torch's own allocator pass every request on to the driver, as tools that check memory need it."""
+
 _TORCH_VARIABLES = (TORCH_CUDA_VARIABLE, TORCH_VARIABLE)
 
 HOST_PREFIX = "pinned_"
@@ -196,7 +199,8 @@ def resolve(
         config: what the program says, which counts most. Then `RALLOCATOR_CONF`, then torch's variables.
         environ: the environment variables; None for the process's.
         torch_version: decides which of its variables torch would read; None for the torch that is installed.
-        warn: whether to warn, once in a process for each key, of settings that change nothing.
+        warn: whether to warn, once in a process for each key, of settings that change nothing, and of memory that is
+            cached although torch was asked not to.
 
     Returns:
         The settings in force and where each came from.
@@ -204,13 +208,15 @@ def resolve(
     Raises:
         ConfigError: a source is wrong, or sources contradict each other. The message names the source.
     """
-    given = _read_all(config, os.environ if environ is None else environ, torch_version)
+    environ = os.environ if environ is None else environ
+    given = _read_all(config, environ, torch_version)
     parsed = _parse_together(given)
     host = [key for key in parsed.inert if _is_for_host(given[key])]
     inert = [key for key in parsed.inert if key not in host]
     if warn:
         warn_of_inert(inert, stacklevel=4)
         _warn_of_combinations(dict(parsed.effective), given.keys(), stacklevel=5)
+        _warn_of_caching(environ, stacklevel=4)
     return ResolvedConfig(
         text=parsed.text,
         settings=tuple(
@@ -218,6 +224,20 @@ def resolve(
         ),
         inert=tuple(given[key] for key in inert),
         host=tuple(given[key] for key in host),
+    )
+
+
+def caching_note(environ: Mapping[str, str]) -> str | None:
+    """What to say to somebody who asks torch not to cache memory; None if nobody does.
+
+    Arguments:
+        environ: the environment variables.
+    """
+    if environ.get(NO_CACHING_VARIABLE, "0") in ("", "0"):
+        return None
+    return (
+        f"{NO_CACHING_VARIABLE} has no effect under rallocator, which caches memory all the same. For what needs it, "
+        "as compute-sanitizer does, do not enable rallocator in that run."
     )
 
 
@@ -324,6 +344,13 @@ def warn_of_inert(keys: list[str], stacklevel: int) -> None:
                 f" Put {HOST_PREFIX}* into {TORCH_CUDA_VARIABLE}: torch's allocator for pinned memory reads it there."
             )
         warnings.warn(text, UserWarning, stacklevel=stacklevel)
+
+
+def _warn_of_caching(environ: Mapping[str, str], stacklevel: int) -> None:
+    """Say once in a process that memory is cached although the environment asks torch not to."""
+    if NO_CACHING_VARIABLE not in _warned and (note := caching_note(environ)):
+        _warned.add(NO_CACHING_VARIABLE)
+        warnings.warn(note, UserWarning, stacklevel=stacklevel)
 
 
 def _warn_of_combinations(effective: Mapping[str, str], given: Collection[str], stacklevel: int) -> None:

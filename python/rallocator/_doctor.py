@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -75,6 +76,8 @@ class Report:
     """Settings of torch's that were given but change nothing here."""
     host: tuple[_config.Setting, ...]
     """Settings that torch's own allocator for pinned host memory reads."""
+    caching_note: str | None
+    """That torch was asked not to cache memory, in vain; None if it was not."""
     settings_reason: str | None
     """What is wrong with the settings; None if nothing is."""
 
@@ -111,6 +114,7 @@ def examine() -> Report:
         settings=settings,
         inert=inert,
         host=host,
+        caching_note=_config.caching_note(os.environ),
         settings_reason=settings_reason,
     )
 

@@ -24,6 +24,8 @@ def run(*, as_json: bool) -> bool:
         print_text(f"{setting.key}:{setting.value} from {setting.source} changes nothing here")
     for setting in report.host:
         print_text(f"{setting.key}:{setting.value} from {setting.source} is torch's own, for pinned host memory")
+    if report.caching_note:
+        print_text(report.caching_note)
     print_text("", "rallocator works here." if report.works else "rallocator does not work here.")
     return report.works
 
