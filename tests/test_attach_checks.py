@@ -111,3 +111,21 @@ def test_torch_that_fails_on_import_is_one_that_is_not_supported(source: str, sa
     assert "Install a CUDA build" in message
     assert says.startswith(cause)
     assert enabled == "False"
+
+
+def test_every_warning_points_at_the_line_that_enables() -> None:
+    lines = succeed(
+        """
+        import sys, warnings
+        import rallocator
+        sys.modules["torch"] = None
+        def ask():
+            rallocator.enable("policy:native,move:off,throw_on_cudamalloc_oom:True", required=False)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            ask()
+        print([warning.lineno - ask.__code__.co_firstlineno for warning in seen])
+        """,
+        environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    )
+    assert lines == "[1, 1, 1, 1]"

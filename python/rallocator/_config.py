@@ -215,7 +215,7 @@ def resolve(
     inert = [key for key in parsed.inert if key not in host]
     if warn:
         warn_of_inert(inert, stacklevel=4)
-        _warn_of_combinations(dict(parsed.effective), given.keys(), stacklevel=5)
+        _warn_of_combinations(dict(parsed.effective), given.keys(), stacklevel=4)
         _warn_of_caching(environ, stacklevel=4)
     return ResolvedConfig(
         text=parsed.text,
