@@ -64,6 +64,14 @@ def test_variable_comes_before_the_package_and_the_package_before_the_cache(
         assert _bridge.find(TORCH) == _bridge.Found(named, "RALLOCATOR_BRIDGE names it")
 
 
+def test_variable_may_name_a_file_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = put(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for value in (named.name, "."):
+        monkeypatch.setenv(_bridge.VARIABLE, value)
+        assert _bridge.find(TORCH) == _bridge.Found(named, "RALLOCATOR_BRIDGE names it")
+
+
 def test_variable_that_names_nothing_is_an_error_that_says_how_to_make_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

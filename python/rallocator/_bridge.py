@@ -71,7 +71,8 @@ def find(torch: ModuleType) -> Found | Missing:
     """
     name = file_name(torch.version.git_version)
     if named := os.environ.get(VARIABLE):
-        return Found(_named(Path(named), name), f"{VARIABLE} names it")
+        # Absolute, for `dlopen` would look for a name without a slash where libraries are.
+        return Found(_named(Path(named).absolute(), name), f"{VARIABLE} names it")
     if (bundled := BUNDLED / name).is_file():
         return Found(bundled, "the package brings it")
     if (cached := _cached(name)) is not None:
