@@ -272,6 +272,21 @@ def test_doctor_exits_with_1_where_nothing_would_work() -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
+def test_nothing_in_the_current_folder_is_run_to_look_at_torch_or_to_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("json", "torch", "rallocator"):
+        (tmp_path / f"{name}.py").write_text(f"open('{name} was run', 'w')")
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "torch.py").write_text("raise ImportError('the one of PYTHONPATH')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["path", *filter(None, sys.path)]))
+    assert "the one of PYTHONPATH" in _doctor._probe()["reason"]
+    with pytest.raises(_demo.NoTrainingError, match="the one of PYTHONPATH"):
+        _demo._train_under("rallocator")
+    assert list(tmp_path.glob("*was run")) == []
+
+
 def test_doctor_exits_with_0_where_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_doctor, "examine", report)
     result = invoke("doctor")

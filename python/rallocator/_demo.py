@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rallocator import _gpu
+from rallocator._own_python import python_command
 from rallocator._replay import POLICIES, ReplayResult, replay
 
 HISTORY = Path(__file__).parent / "data" / "lora_checkpoint.pickle.xz"
@@ -75,7 +75,7 @@ def train(step_done: Callable[[], None]) -> list[Training]:
 
 
 def _train_under(allocator: str) -> Training:
-    command = [sys.executable, "-m", TRAINING_MODULE, allocator]
+    command = python_command(f"from {TRAINING_MODULE} import main; main()", allocator)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TRAINING_TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:

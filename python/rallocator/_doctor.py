@@ -6,20 +6,21 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import rallocator
 from rallocator import _config, _core, _gpu
+from rallocator._own_python import python_command
 from rallocator.errors import ConfigError
 
 PROBE_TIMEOUT_SECONDS = 120
 """For importing torch from a cold disk and attaching to it."""
 
 _PROBE = """
-import json
+import json, warnings
+warnings.simplefilter("ignore")
 found = {"version": None, "cuda": None, "route": None, "reason": None}
 try:
     import torch
@@ -121,7 +122,7 @@ def examine() -> Report:
 
 def _probe() -> dict[str, Any]:
     found: dict[str, Any] = {"version": None, "cuda": None, "route": None, "reason": "it is not known why"}
-    command = [sys.executable, "-W", "ignore", "-c", _PROBE]
+    command = python_command(_PROBE)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
