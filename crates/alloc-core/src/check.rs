@@ -181,6 +181,8 @@ impl DeviceState {
             ensure!(mapping.address >= end_of_last, "handles overlap at {:#x}", mapping.address);
             end_of_last = mapping.end();
         }
+        let pool = &self.pools[span.pool];
+        let (is_expandable, handle_size) = (pool.terms.rules == Policy::Expandable, self.handle_size(pool.class));
         let mut next = self.blocks.at(span.base);
         while let Some(id) = next {
             let block = &self.blocks[id];
@@ -188,6 +190,8 @@ impl DeviceState {
             match block.state {
                 BlockState::Claimed => {}
                 BlockState::Unmapped | BlockState::Stale => {
+                    let is_whole = !is_expandable || block.size.is_multiple_of(handle_size);
+                    ensure!(is_whole, "hole {:#x} is no whole number of handles", block.address);
                     ensure!(mappings.is_free(block.address, block.end()), "hole {:#x} has memory", block.address);
                 }
                 _ => {

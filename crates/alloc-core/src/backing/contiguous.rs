@@ -21,7 +21,7 @@ impl DeviceState {
         let apart = self.capabilities.granularity_bytes;
         let mut holes = self.pools[request.pool].unmapped.values().copied();
         let Some(hole) = holes.find(|hole| self.blocks[*hole].size >= size + 2 * apart) else {
-            return self.plan_reserve(request);
+            return self.plan_reserve(request, apart);
         };
         let block = self.cut_hole(hole, self.blocks[hole].size - apart);
         self.claim_unmapped(block, size);

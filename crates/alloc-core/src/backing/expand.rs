@@ -15,8 +15,8 @@ impl DeviceState {
         if !self.may_reserve(size::segment_size(request.rounded, &self.config)) {
             return None;
         }
-        let Some(pieces) = self.lowest_gap(request) else { return self.plan_reserve(request) };
         let handle_size = self.handle_size(self.pools[request.pool].class);
+        let Some(pieces) = self.lowest_gap(request) else { return self.plan_reserve(request, handle_size) };
         let mut missing = request.rounded;
         let mut holes = Vec::new();
         for piece in &pieces {
@@ -54,16 +54,18 @@ impl DeviceState {
         None
     }
 
-    /// Claims the first `size` bytes of an unmapped block, or all of it if it has no more, for handles of one size.
+    /// Claims the first `size` bytes of an unmapped block, or all of it if it has no more, for handles of one size: both
+    /// are whole numbers of them.
     fn claim_hole(&mut self, id: BlockId, size: u64, handle_size: u64) -> Hole {
         let address = self.blocks[id].address;
         let size = size.min(self.blocks[id].size);
+        debug_assert!(size.is_multiple_of(handle_size), "the hole at {address:#x} is no whole number of handles");
         self.claim_unmapped(id, size);
         Hole { block: id, address, sources: vec![Source::New(handle_size); (size / handle_size) as usize] }
     }
 
     /// The size of the handles of one class.
-    fn handle_size(&self, class: SizeClass) -> u64 {
+    pub(crate) fn handle_size(&self, class: SizeClass) -> u64 {
         let wanted = match class {
             SizeClass::Small => SMALL_SEGMENT,
             SizeClass::Large => self.config.large_segment_size,

@@ -116,7 +116,9 @@ impl DeviceState {
         if lenders == Lenders::Nobody && self.takes_more_than(request, growth) {
             return None;
         }
-        let Some((gap, filling)) = self.finding(request, lenders, findings) else { return self.plan_reserve(request) };
+        let Some((gap, filling)) = self.finding(request, lenders, findings) else {
+            return self.plan_reserve(request, self.capabilities.granularity_bytes);
+        };
         if !self.may_grow(request, filling.new_bytes, growth) {
             return None;
         }

@@ -18,17 +18,20 @@ use crate::{
     size::{SizeClass, round_up},
 };
 
-/// Ranges are multiples of this many bytes, whatever the size of their handles.
+/// Ranges are rounded up to this many bytes, and from there to whole handles.
 const RANGE_GRANULARITY: u64 = 64 << 20;
 
 impl DeviceState {
-    /// A range for the request's pool. It is an eighth larger than the device, so that it need not be full of memory
-    /// before the lowest gap is wide enough.
-    pub(super) fn plan_reserve(&self, request: &Request) -> Option<Plan> {
+    /// A range for the request's pool, in which each handle takes a multiple of `handle_unit` bytes, and no remainder
+    /// is left where none fits. It is an eighth larger than the device, so that it need not be full of memory before the
+    /// lowest gap is wide enough.
+    pub(super) fn plan_reserve(&self, request: &Request, handle_unit: u64) -> Option<Plan> {
         let total = self.capabilities.total_bytes;
-        let granularity = RANGE_GRANULARITY.max(self.capabilities.granularity_bytes);
-        let size = round_up(total + total / 8, granularity);
-        (request.rounded <= total).then_some(Plan::Reserve(Reserve { device: self.id, pool: request.pool, size }))
+        if request.rounded.max(handle_unit) > total {
+            return None;
+        }
+        let size = round_up(round_up(total + total / 8, RANGE_GRANULARITY), handle_unit);
+        Some(Plan::Reserve(Reserve { device: self.id, pool: request.pool, size }))
     }
 
     /// Takes note of a new range.

@@ -13,6 +13,7 @@ mod memory;
 mod moving;
 mod pools_in_place;
 mod processes;
+mod ranges;
 mod retired_streams;
 mod rig;
 mod sharing;
