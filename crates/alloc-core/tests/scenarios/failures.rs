@@ -1,17 +1,8 @@
 //! Every driver call fails once, at every place where a program comes by; nothing is lost.
 
-use std::{
-    panic::{AssertUnwindSafe, catch_unwind},
-    sync::Arc,
-};
-
 use alloc_core::{
-    allocator::FreeOutcome,
-    checkpoint::RestoreError,
-    config::Move,
     driver::{Call, CaptureMode, Status, sim::SimOptions},
     error::AllocError,
-    history::{Moment, Recording},
     id::{DeviceId, PoolId},
 };
 
@@ -127,25 +118,4 @@ fn program_survives_the_failure_of_its_nth_call_for_every_n() {
             rig.finish();
         }
     }
-}
-
-#[test]
-fn device_whose_state_a_panic_has_broken_is_called_broken_and_nothing_else() {
-    const POOL: PoolId = PoolId(0, 7);
-    let mut rig = Rig::new("policy:rallocator");
-    let held = rig.malloc(MIB, MAIN);
-    rig.allocator.create_pool(DEVICE, POOL).expect("the device is in use");
-    let checkpoint = rig.allocator.checkpoint_pool(DEVICE, POOL).expect("the pool is there");
-    let witness: Arc<dyn Fn() -> Moment + Send + Sync> = Arc::new(|| panic!("under the lock"));
-    let recording = Recording { witness, ..Recording::new(100) };
-    rig.allocator.record_history(Some(&recording), false).expect("nothing is broken yet");
-    let freeing = AssertUnwindSafe(|| rig.allocator.free(held, DEVICE));
-    assert!(catch_unwind(freeing).is_err(), "it passes on");
-    let broken = AllocError::Broken { device: DEVICE };
-    assert_eq!(rig.allocator.malloc(MIB, DEVICE, MAIN, None), Err(broken.clone()));
-    assert_eq!(rig.allocator.free(held, DEVICE), FreeOutcome::Leaked);
-    assert_eq!(rig.allocator.restrict_moves(DEVICE, POOL, Move::Off), Err(broken.clone()));
-    assert_eq!(rig.allocator.restore_pool(DEVICE, &checkpoint), Err(RestoreError::Broken(DEVICE)));
-    assert_eq!(rig.allocator.create_pool(DEVICE, POOL), Err(broken.clone()));
-    assert_eq!(rig.allocator.empty_pool(POOL), Err(broken));
 }

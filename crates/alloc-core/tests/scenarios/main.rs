@@ -2,6 +2,7 @@
 //!
 //! Every scenario ends with [`Rig::finish`]: free all, return all, and the device is empty.
 
+mod broken_devices;
 mod checkpoints;
 mod failing_sources;
 mod failures;
