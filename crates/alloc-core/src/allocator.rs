@@ -67,7 +67,7 @@ pub enum RecordOutcome {
     NotOurs,
     /// The driver does not know the stream. If it was destroyed, all its work was waited for.
     UnknownStream,
-    /// The device's state is broken.
+    /// The state of the memory's device is broken, or that of a device that it may be on.
     Broken,
 }
 
@@ -360,8 +360,12 @@ impl<D: Driver> Allocator<D> {
     /// A default stream's handle names that stream of the memory's own device, and of the calling thread's current one
     /// if that is another: the caller does not say which it means.
     pub fn record_stream(&self, address: DevicePtr, stream: StreamHandle) -> RecordOutcome {
+        let mut missing = RecordOutcome::NotOurs;
         for device in self.devices.starting_with(DeviceId(0)) {
-            let Ok(state) = device.fast() else { return RecordOutcome::Broken };
+            let Ok(state) = device.fast() else {
+                missing = RecordOutcome::Broken;
+                continue;
+            };
             if state.blocks.at(address.0).is_none() {
                 continue;
             }
@@ -375,7 +379,7 @@ impl<D: Driver> Allocator<D> {
                 }
             });
         }
-        RecordOutcome::NotOurs
+        missing
     }
 
     /// The devices that may be the calling thread's current one: all in use, if the driver does not say which.
@@ -434,19 +438,22 @@ impl<D: Driver> Allocator<D> {
     /// # Errors
     ///
     /// [`AllocError::Driver`] if no event could be recorded on it; the memory that it used is then held until a
-    /// synchronise of the stream's device.
+    /// synchronise of the stream's device. [`AllocError::Broken`] if a device is; the others forget the stream.
     pub fn retire_stream(&self, stream: StreamHandle) -> Result<(), AllocError> {
         let mut result = Ok(());
         for device in self.devices.starting_with(DeviceId(0)) {
-            let key = stream_key(device.id, stream);
-            let mut state = device.fast()?;
-            let Some(stream) = state.streams.find(key) else { continue };
-            let closings = state.plan_retire(stream);
-            drop(state);
-            let outcome = execute(&self.driver, Plan::Close(closings));
-            result = device.fast()?.commit(outcome).and(result);
+            result = self.retire_on(device, stream_key(device.id, stream)).and(result);
         }
         result
+    }
+
+    fn retire_on(&self, device: &Device, key: StreamKey) -> Result<(), AllocError> {
+        let mut state = device.fast()?;
+        let Some(stream) = state.streams.find(key) else { return Ok(()) };
+        let closings = state.plan_retire(stream);
+        drop(state);
+        let outcome = execute(&self.driver, Plan::Close(closings));
+        device.fast()?.commit(outcome)
     }
 
     /// Sets what is run, under no lock, before a request fails for want of memory. `None` for nothing.

@@ -114,13 +114,15 @@ impl<D: Driver> Allocator<D> {
     pub fn empty_pool(&self, pool: PoolId) -> Result<(), AllocError> {
         let mut result = Ok(());
         for device in self.devices.starting_with(DeviceId(0)) {
-            let is_released =
-                device.fast()?.pools.privates().any(|(_, private)| private.id == pool && private.users() == 0);
-            if is_released {
-                result = result.and(self.empty_device(device, Some(pool)));
-            }
+            result = result.and(self.empty_pool_on(device, pool));
         }
         result
+    }
+
+    fn empty_pool_on(&self, device: &Device, pool: PoolId) -> Result<(), AllocError> {
+        let is_released =
+            device.fast()?.pools.privates().any(|(_, private)| private.id == pool && private.users() == 0);
+        if is_released { self.empty_device(device, Some(pool)) } else { Ok(()) }
     }
 
     /// Which allocations a live private pool holds now; `None` if there is no such pool.

@@ -59,14 +59,23 @@ impl<D: Driver> Allocator<D> {
     /// # Errors
     ///
     /// [`AllocError::Driver`] if the driver cannot name it: some containers and devices do not let memory be exported.
-    /// [`AllocError::Source`] if it comes from elsewhere than the driver.
+    /// [`AllocError::Source`] if it comes from elsewhere than the driver. [`AllocError::Broken`] if nothing is known to be
+    /// allocated there, and a device is broken.
     pub fn share(&self, address: DevicePtr, abandon: impl FnMut(i32)) -> Result<Option<Shared>, AllocError> {
+        let mut missing = Ok(None);
         for device in self.devices.starting_with(DeviceId(0)) {
-            let Some(backing) = device.fast()?.backing_of(address)? else { continue };
+            let backing = match device.fast() {
+                Ok(state) => state.backing_of(address)?,
+                Err(error) => {
+                    missing = Err(error);
+                    continue;
+                }
+            };
+            let Some(backing) = backing else { continue };
             let (base, name) = self.relaxed(|| self.name(device, backing, abandon))?;
             return Ok(Some(Shared { offset: address.0 - base, name }));
         }
-        Ok(None)
+        missing
     }
 
     fn name(
