@@ -60,7 +60,7 @@ pub enum Rung {
     UnmapStale,
     /// Return cached segments to the sources of released private pools.
     HandBack,
-    /// Return all cached memory of the driver.
+    /// Return all cached memory of the driver; where addresses have run out, then the ranges too that this empties.
     ReleaseCached,
     /// Obtain new memory after that.
     GrowLast,
@@ -170,8 +170,11 @@ pub(crate) struct Ladder {
     next: usize,
     was_retried: bool,
     was_called_back: bool,
-    /// Whether the last rung's plan was for addresses. They are not memory yet: the same rung goes on when they are there.
+    /// Whether the last rung's plan was for addresses, or emptied ranges whose addresses are wanted. That is no memory yet:
+    /// the same rung goes on when it is done.
     is_making_room: bool,
+    /// The bytes of the last range that the driver was asked for, if it had no addresses for it.
+    pub(crate) refused_range: Option<u64>,
     /// The last rung below growth that failed: if nothing serves the request, this and no lack of memory is why.
     failure: Option<AllocError>,
     /// What a source gave and cannot be used, if it is to have it back, under no lock.
@@ -188,13 +191,14 @@ impl Ladder {
             was_retried: false,
             was_called_back: false,
             is_making_room: false,
+            refused_range: None,
             failure: None,
             unusable: None,
             refused_by: None,
         }
     }
 
-    /// Takes the last rung once more, if it has got the addresses that it wanted.
+    /// Takes the last rung once more, if it has made room for what it is for.
     fn go_on(&mut self) {
         if mem::take(&mut self.is_making_room) {
             self.next -= 1;
@@ -234,8 +238,10 @@ impl DeviceState {
                 continue;
             }
             let Some(plan) = self.plan_for(rung, &ladder.request, &findings) else { continue };
-            ladder.is_making_room = match plan {
+            ladder.is_making_room = match &plan {
                 Plan::Reserve(_) => true,
+                // Ranges stay for their pools to grow in again, but not if a request fails for them.
+                Plan::Release(release) => ladder.refused_range.is_some() && !release.runs.is_empty(),
                 Plan::Unmap(_) => !matches!(rung, Rung::UnmapSurplus | Rung::UnmapStale),
                 _ => false,
             };
@@ -275,6 +281,7 @@ impl DeviceState {
             let (stream, class) = (self.pools[pool].stream, self.pools[pool].class);
             self.leave(ladder);
             ladder.refused_by = None;
+            ladder.refused_range = None;
             ladder.request.pool = self.pools.of(None, stream, class);
             self.pools[ladder.request.pool].climbers += 1;
         }
@@ -380,8 +387,12 @@ impl DeviceState {
                     Err(ObtainError::Source(error)) => Err(error.into()),
                 }
             }
-            Outcome::Reserved(_, Err(error)) => refused(error),
+            Outcome::Reserved(reserve, Err(error)) => {
+                ladder.refused_range = error.is_out_of_memory().then_some(reserve.size);
+                refused(error)
+            }
             Outcome::Reserved(reserve, Ok(base)) => {
+                ladder.refused_range = None;
                 self.commit_reserve(&reserve, base);
                 ladder.go_on();
                 Ok(None)
