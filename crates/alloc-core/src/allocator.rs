@@ -216,7 +216,7 @@ impl<D: Driver> Allocator<D> {
                 Step::Fail(Some(error)) => return Err(error),
                 Step::Fail(None) => {
                     drop(slow);
-                    return Err(self.out_of_memory(device, ladder.request.requested, ladder.refused_by));
+                    return Err(self.out_of_memory(device, ladder.request.requested, Some(ladder)));
                 }
             };
             let outcome = self.carry_out_locked(device, rung, plan, &mut slow)?;

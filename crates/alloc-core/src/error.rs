@@ -111,6 +111,8 @@ pub struct OutOfMemory {
     pub virtual_memory: bool,
     /// The private pool that the request was for, if an allocator of its own was asked and gave nothing.
     pub refused_by: Option<PoolId>,
+    /// The addresses that are set aside for ranges, if the driver had none left for another one.
+    pub addresses: Option<u64>,
 }
 
 /// From so many bytes on torch does not write a request's size out.
@@ -137,6 +139,12 @@ impl OutOfMemory {
         } else if let Some(PoolId(first, second)) = self.refused_by {
             format!(
                 "The allocator of the private pool ({first}, {second}) gave no memory, and no other serves that pool."
+            )
+        } else if let Some(addresses) = self.addresses {
+            format!(
+                "No addresses are left: other streams and private pools have set {} aside. Use fewer of them at a time, \
+                 or set policy:native, which needs no more addresses than memory.",
+                human(addresses)
             )
         } else if self.pending_total >= asked {
             "Freed memory waits for the streams above: wait for them, or free their tensors earlier.".to_owned()
@@ -205,6 +213,7 @@ mod tests {
             largest_cached: 4 * GIB,
             private: 0,
             refused_by: None,
+            addresses: None,
             policy: Policy::Expandable,
             virtual_memory: true,
         }
@@ -251,6 +260,11 @@ mod tests {
             report.policy = Policy::Native;
         };
         assert!(remedy(fragmented).contains("policy:expandable"));
+        let scattered = |report: &mut OutOfMemory| {
+            report.addresses = Some(90_000 * GIB);
+            report.pending_total = 20 * GIB;
+        };
+        assert!(remedy(scattered).contains("90000.00 GiB aside"));
         let limited = |report: &mut OutOfMemory| {
             report.limit = Some(79 * GIB);
             report.device_free = Some(40 * GIB);

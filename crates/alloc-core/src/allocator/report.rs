@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use super::{Allocator, Device};
 use crate::{
+    backing::SpanKind,
     block::{BlockId, BlockState},
     check::InvariantError,
     device::DeviceState,
@@ -11,6 +12,7 @@ use crate::{
     error::{AllocError, OutOfMemory, PendingBytes},
     history::{Action, HistoryEvent, StackId},
     id::{DeviceId, DevicePtr, PoolId, StreamHandle},
+    ladder::Ladder,
     snapshot::{BlockPicture, DevicePicture, PictureState, SegmentPicture},
     stats::{Family, Stats},
 };
@@ -171,12 +173,16 @@ impl<D: Driver> Allocator<D> {
 
     /// The error for a request that nothing could serve.
     ///
-    /// `refused_by` is the private pool whose own source gave nothing.
-    pub(super) fn out_of_memory(&self, device: &Device, requested: u64, refused_by: Option<PoolId>) -> AllocError {
+    /// `ladder` is how far the request came, if it was tried.
+    pub(super) fn out_of_memory(&self, device: &Device, requested: u64, ladder: Option<&Ladder>) -> AllocError {
         let device_free = self.driver().memory_info(device.id).ok().map(|info| info.free_bytes);
         match device.fast() {
             Ok(mut state) => {
-                let report = OutOfMemory { refused_by, ..state.on_out_of_memory(requested, device_free) };
+                let refused_by = ladder.and_then(|ladder| ladder.refused_by);
+                let refused_range = ladder.and_then(|ladder| ladder.refused_range);
+                let addresses = refused_range.map(|_| state.addresses_in_ranges());
+                let report = state.on_out_of_memory(requested, device_free);
+                let report = OutOfMemory { refused_by, addresses, ..report };
                 AllocError::OutOfMemory(Box::new(report))
             }
             Err(error) => error,
@@ -211,6 +217,7 @@ impl DeviceState {
             policy: self.rules,
             virtual_memory: self.capabilities.virtual_memory,
             refused_by: None,
+            addresses: None,
         };
         for pool in self.pools.ids().filter(|pool| self.pools[*pool].owner.is_none()) {
             report.cached += self.pools[pool].index.iter().map(|entry| entry.size).sum::<u64>();
@@ -222,6 +229,12 @@ impl DeviceState {
             }
         }
         report
+    }
+
+    /// The bytes of addresses that are set aside, with memory or without.
+    fn addresses_in_ranges(&self) -> u64 {
+        let ranges = self.spans.ids().map(|span| &self.spans[span]);
+        ranges.filter(|span| matches!(span.kind, SpanKind::Range(_))).map(|span| span.size).sum()
     }
 
     /// The bytes of the largest free block in the default pools.

@@ -92,3 +92,20 @@ fn emptied_range_is_kept_for_its_pool_where_addresses_are_left() {
         rig.finish();
     }
 }
+
+#[test]
+fn error_for_want_of_addresses_says_so() {
+    for config in WITH_RANGES {
+        let mut rig = with_few_ranges(config);
+        let refused = (0..30).find_map(|number| rig.try_malloc(4 * MIB, stream(number)).err());
+        let Some(AllocError::OutOfMemory(report)) = refused else { panic!("{refused:?}") };
+        assert_eq!(report.addresses, Some(rig.gpu.reserved_address_bytes(DEVICE).current));
+        assert!(report.to_string().contains("No addresses are left"), "{report}");
+        // Where there is a range, a request fails for want of memory alone.
+        rig.allocator.set_memory_limit(DEVICE, 64 * MIB).expect("the device is in use");
+        let refused = rig.try_malloc(40 * MIB, stream(0));
+        let Err(AllocError::OutOfMemory(report)) = refused else { panic!("{refused:?}") };
+        assert_eq!(report.addresses, None);
+        rig.finish();
+    }
+}
