@@ -122,7 +122,7 @@ impl DeviceState {
     /// Claims an idle block that is a whole segment.
     fn claim_segment(&mut self, id: BlockId) -> Option<ReleaseSegment> {
         let block = &self.blocks[id];
-        if block.is_split() || !self.pins.of_span(block.span).is_empty() {
+        if block.is_split() || self.pins.has_any(block.address, block.end()) {
             return None;
         }
         let base = DevicePtr(block.address);
@@ -159,11 +159,8 @@ impl DeviceState {
     /// The whole handles inside an idle block that nothing pins, in address order.
     pub(crate) fn movable_within(&self, id: BlockId) -> impl Iterator<Item = Mapping> + '_ {
         let block = &self.blocks[id];
-        let pinned = if self.pins.is_empty() { Vec::new() } else { self.pins.of_span(block.span) };
-        let is_pinned =
-            move |mapping: &Mapping| pinned.iter().any(|(from, to)| *from < mapping.end() && mapping.address < *to);
         let inside = self.spans[block.span].mappings().within(block.address, block.end());
-        inside.filter(move |mapping| !is_pinned(mapping))
+        inside.filter(|mapping| !self.pins.has_any(mapping.address, mapping.end()))
     }
 
     /// Splits a block at `address`, and puts what lies before into the index. Returns the block from `address` on.

@@ -177,9 +177,9 @@ impl<D: Driver> Allocator<D> {
             let Ok(mut state) = device.fast() else { return false };
             let Some(id) = state.blocks.at(address.0) else { return false };
             let block = &state.blocks[id];
-            let (size, span, is_held) = (block.size, block.span, block.state == BlockState::Allocated);
+            let (size, is_held) = (block.size, block.state == BlockState::Allocated);
             if is_held {
-                state.pins.pin(address.0, size, span);
+                state.pins.pin(address.0, size);
             }
             is_held
         })

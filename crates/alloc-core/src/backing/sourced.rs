@@ -79,7 +79,7 @@ impl DeviceState {
         let block = &self.blocks[id];
         let (span, pool, base, size) = (block.span, block.pool, DevicePtr(block.address), block.size);
         let is_over = block.last_use.iter().all(|(stream, epoch)| self.streams.is_done(stream, epoch));
-        if block.is_split() || !is_over || !self.pins.of_span(span).is_empty() {
+        if block.is_split() || !is_over || self.pins.has_any(block.address, block.end()) {
             return None;
         }
         let source = self.pools[pool].terms.origin.source()?.clone();
