@@ -37,6 +37,7 @@ use crate::{
     size::REQUEST_MAX,
     source::SharedSource,
     sync::{AtomicUsize, Mutex, MutexGuard, ShortGuard, ShortLock},
+    thread::thread_number,
 };
 
 use climb::Climb;
@@ -486,12 +487,4 @@ fn stream_key(device: DeviceId, handle: StreamHandle) -> StreamKey {
         StreamHandle::PER_THREAD => StreamKey { handle, device, thread: thread_number() },
         _ => StreamKey { handle, device, thread: 0 },
     }
-}
-
-/// A number that no other thread of this process has, ever.
-fn thread_number() -> u64 {
-    use std::sync::atomic::{AtomicU64, Ordering};
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    thread_local!(static NUMBER: u64 = NEXT.fetch_add(1, Ordering::Relaxed));
-    NUMBER.with(|number| *number)
 }

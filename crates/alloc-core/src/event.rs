@@ -49,6 +49,15 @@ pub(crate) struct StreamKey {
     pub(crate) thread: u64,
 }
 
+/// A stream as a driver call names it. What the per-thread default stream's handle names depends on the thread that calls,
+/// so that no other thread than its own has a name for such a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Target {
+    pub(crate) stream: Stream,
+    /// The thread that can name it; 0 if all can.
+    pub(crate) thread: u64,
+}
+
 /// One stream. At any moment `done ≤ recorded < open`.
 #[derive(Debug)]
 struct StreamState {
@@ -64,6 +73,9 @@ struct StreamState {
     recorded: Epoch,
     /// The last epoch that is known to be over.
     done: Epoch,
+    /// The last epoch of which it was found that no event can answer for it: a synchronise of the device has to, unless a
+    /// later event can be recorded after all.
+    refused: Epoch,
     /// Events of epochs not known to be over, oldest first.
     closed: VecDeque<(Epoch, Event)>,
     /// Blocks that wait for this stream, oldest epoch first.
@@ -80,13 +92,23 @@ impl StreamState {
     fn current(&self) -> Epoch {
         if self.retired { self.open - 1 } else { self.open }
     }
+
+    fn target(&self) -> Target {
+        Target { stream: self.target, thread: self.key.thread }
+    }
+
+    /// Whether only a synchronise of the whole device can tell that the stream is over: it is retired and nothing could be
+    /// recorded on it, or somebody asked for an event and none can be recorded.
+    fn is_unanswered(&self) -> bool {
+        self.recorded < self.refused || (self.retired && self.recorded < self.current())
+    }
 }
 
-/// An epoch to be closed: record an event on `target`, unless that stream is capturing.
+/// An epoch to be closed: record an event on `target`, unless that stream is capturing or another thread's own.
 #[derive(Debug)]
 pub(crate) struct Closing {
     pub(crate) stream: StreamIx,
-    pub(crate) target: Stream,
+    pub(crate) target: Target,
     pub(crate) epoch: Epoch,
     /// An event to use; `None` if one has to be created.
     pub(crate) event: Option<Event>,
@@ -99,6 +121,8 @@ pub(crate) enum Closed {
     Recorded(Event),
     /// Nothing was recorded, since the stream is capturing.
     Capturing,
+    /// Nothing was recorded, since only the stream's own thread can: until it does, the device has to be synchronised.
+    Elsewhere,
     /// The stream is gone, and the device was synchronised instead.
     Synchronized,
     /// Nothing was recorded. A later event will answer for this epoch too.
@@ -151,6 +175,7 @@ impl StreamTable {
             open: 1,
             recorded: 0,
             done: 0,
+            refused: 0,
             closed: VecDeque::new(),
             waiting: VecDeque::new(),
             open_frees: 0,
@@ -164,9 +189,9 @@ impl StreamTable {
     }
 
     /// The streams of `devices` that a driver call may name.
-    pub(crate) fn live_targets(&self, devices: &[DeviceId]) -> Vec<Stream> {
-        let live = self.streams.iter().filter(|state| !state.retired);
-        live.map(|state| state.target).filter(|target| devices.contains(&target.device)).collect()
+    pub(crate) fn live_targets(&self, devices: &[DeviceId]) -> Vec<Target> {
+        let live = self.streams.iter().filter(|state| !state.retired && devices.contains(&state.target.device));
+        live.map(StreamState::target).collect()
     }
 
     /// The stream itself.
@@ -194,10 +219,10 @@ impl StreamTable {
         self.state_mut(stream).retired = true;
     }
 
-    /// The devices of retired streams on which nothing could be recorded: only a synchronise of the whole device can
-    /// tell that such a stream is over.
+    /// The devices of streams on which nothing can be recorded: only a synchronise of the whole device can tell that such a
+    /// stream is over.
     pub(crate) fn unanswered_devices(&self) -> Vec<DeviceId> {
-        let unanswered = self.streams.iter().filter(|state| state.retired && state.recorded < state.current());
+        let unanswered = self.streams.iter().filter(|state| state.is_unanswered());
         let mut devices: Vec<DeviceId> = unanswered.map(|state| state.target.device).collect();
         devices.sort_unstable();
         devices.dedup();
@@ -253,8 +278,8 @@ impl StreamTable {
         state.open += 1;
         state.open_frees = 0;
         state.open_bytes = 0;
-        let target = state.target;
-        let idle = self.idle.iter().rposition(|(device, _)| *device == target.device);
+        let target = state.target();
+        let idle = self.idle.iter().rposition(|(device, _)| *device == target.stream.device);
         let event = idle.map(|position| self.idle.swap_remove(position).1);
         Some(Closing { stream, target, epoch: closing, event })
     }
@@ -262,18 +287,21 @@ impl StreamTable {
     /// Takes note of what came of a closing. `spare` is an event that was not used.
     pub(crate) fn commit_close(&mut self, closing: &Closing, outcome: Closed, spare: Option<Event>) {
         if let Some(event) = spare {
-            self.idle.push((closing.target.device, event));
+            self.idle.push((closing.target.stream.device, event));
         }
         let state = self.state_mut(closing.stream);
         match outcome {
             // A device synchronise may have come between, which answered for this epoch first.
-            Closed::Recorded(event) if closing.epoch <= state.done => self.idle.push((closing.target.device, event)),
+            Closed::Recorded(event) if closing.epoch <= state.done => {
+                self.idle.push((closing.target.stream.device, event));
+            }
             Closed::Recorded(event) => {
                 state.recorded = state.recorded.max(closing.epoch);
                 // Two threads may close two epochs at once, and the later one may come back first.
                 let position = state.closed.partition_point(|(epoch, _)| *epoch < closing.epoch);
                 state.closed.insert(position, (closing.epoch, event));
             }
+            Closed::Elsewhere => state.refused = state.refused.max(closing.epoch),
             Closed::Synchronized => self.finish(closing.stream, closing.epoch),
             Closed::Capturing | Closed::Failed => {}
         }

@@ -6,13 +6,14 @@ use crate::{
     backing::mapping::Mapping,
     block::BlockId,
     driver::{Call, CaptureMode, CaptureStatus, Completion, Driver, DriverError, Status},
-    event::{Closed, Closing, Mark},
+    event::{Closed, Closing, Mark, Target},
     id::{DevicePtr, Event, PhysicalHandle, Stream},
     plan::{
         Departure, Map, MapFailure, Obtain, ObtainError, Outcome, Plan, Release, ReleaseRun, Released, RunOutcome,
         Source, Synchronize, UnmapRun,
     },
     source::{Origin, SourceError, SourceFailed},
+    thread::thread_number,
 };
 
 /// Makes the plan's calls. Whatever some stream is capturing meanwhile is not disturbed.
@@ -135,7 +136,10 @@ fn close<D: Driver>(driver: &D, closings: Vec<Closing>) -> Outcome {
 
 /// Records an event on the closing's stream, using `spare` or creating one; it stays in `spare` if it was not used.
 fn close_one<D: Driver>(driver: &D, closing: &Closing, spare: &mut Option<Event>) -> Result<Closed, DriverError> {
-    let target = closing.target;
+    if !can_name(closing.target) {
+        return Ok(Closed::Elsewhere);
+    }
+    let target = closing.target.stream;
     match driver.capture_status(target) {
         Ok(CaptureStatus::None) => {}
         Ok(CaptureStatus::Active | CaptureStatus::Invalidated) => return Ok(Closed::Capturing),
@@ -154,6 +158,11 @@ fn close_one<D: Driver>(driver: &D, closing: &Closing, spare: &mut Option<Event>
     }
 }
 
+/// Whether a driver call of this thread can name the stream.
+fn can_name(target: Target) -> bool {
+    target.thread == 0 || target.thread == thread_number()
+}
+
 /// A stream that was destroyed can record nothing, but its work goes on: only the whole device can answer for it.
 ///
 /// A real driver may crash instead of noticing it, so this is no way to treat streams that are known to be gone.
@@ -166,7 +175,7 @@ fn synchronize_for_dead_stream<D: Driver>(
         return Err(error);
     }
     let former = driver.exchange_capture_mode(CaptureMode::Relaxed)?;
-    let result = driver.synchronize_device(closing.target.device);
+    let result = driver.synchronize_device(closing.target.stream.device);
     let _ = driver.exchange_capture_mode(former).or_else(|_| driver.exchange_capture_mode(former));
     result.map(|()| Closed::Synchronized)
 }
@@ -191,8 +200,9 @@ fn poll<D: Driver>(driver: &D, marks: &[Mark]) -> Outcome {
 }
 
 fn synchronize_unless_capturing<D: Driver>(driver: &D, plan: &Synchronize) -> Result<bool, DriverError> {
-    for stream in &plan.streams {
-        match driver.capture_status(*stream) {
+    // Whether other threads' own streams are capturing cannot be asked.
+    for target in plan.streams.iter().filter(|target| can_name(**target)) {
+        match driver.capture_status(target.stream) {
             Ok(CaptureStatus::None) => {}
             Ok(CaptureStatus::Active | CaptureStatus::Invalidated) => return Ok(false),
             // A stream that is gone captures nothing.

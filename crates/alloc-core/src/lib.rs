@@ -42,5 +42,6 @@ mod stale;
 pub mod stats;
 mod sync;
 mod takeover;
+mod thread;
 
 pub use ladder::Rung;

@@ -10,7 +10,7 @@ use crate::{
     backing::{SpanIx, mapping::Mapping},
     block::BlockId,
     driver::DriverError,
-    event::{Closed, Closing, Mark, StreamIx},
+    event::{Closed, Closing, Mark, StreamIx, Target},
     id::{DeviceId, DevicePtr, Event, PhysicalHandle, PoolId, Stream, StreamHandle},
     last_use::Epoch,
     pool_set::PoolIx,
@@ -63,7 +63,7 @@ impl Plan {
 pub(crate) struct Synchronize {
     pub(crate) devices: Vec<DeviceId>,
     /// Streams of these devices: none of them may be capturing.
-    pub(crate) streams: Vec<Stream>,
+    pub(crate) streams: Vec<Target>,
     pub(crate) epochs: Vec<(StreamIx, Epoch)>,
     /// How many private pools had been released when it was planned.
     pub(crate) releases: u64,

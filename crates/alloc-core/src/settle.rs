@@ -95,7 +95,7 @@ impl DeviceState {
     }
 
     /// Device synchronises, if released private pools hold memory that waits for one, or nothing else can answer for
-    /// streams that are gone, of this device or of another.
+    /// streams that are gone or other threads' own, of this device or of another.
     pub(crate) fn plan_synchronize(&mut self) -> Option<Plan> {
         let mut devices = self.streams.unanswered_devices();
         if self.pools.has_unproven() && !devices.contains(&self.id) {
@@ -123,7 +123,7 @@ impl DeviceState {
                     self.stats.host_waits += 1;
                     self.release_waiting(closing.stream);
                 }
-                Closed::Failed => {}
+                Closed::Elsewhere | Closed::Failed => {}
             }
         }
     }

@@ -1,5 +1,7 @@
 //! Memory that more than one stream uses.
 
+use std::thread;
+
 use alloc_core::{
     allocator::RecordOutcome,
     driver::{Call, Status, sim::SimOptions},
@@ -141,6 +143,70 @@ fn default_stream_is_recorded_on_every_device_if_the_driver_does_not_say_which_i
         let next = rig.malloc(4 * MIB, SIDE);
         assert_ne!(next, block, "the other device's default stream uses it");
         rig.write(SIDE, next);
+        rig.finish();
+    }
+}
+
+/// Runs the calls on another thread, whose current device is the first one, and waits for it.
+fn on_another_thread<T: Send>(rig: &mut Rig, calls: impl FnOnce(&mut Rig) -> T + Send) -> T {
+    let calls = || {
+        rig.gpu.set_current_device(DEVICE).expect("it exists");
+        calls(rig)
+    };
+    thread::scope(|scope| scope.spawn(calls).join().expect("it does not panic"))
+}
+
+#[test]
+fn block_of_another_threads_own_stream_is_reused_only_after_that_stream() {
+    for config in POLICIES {
+        let mut rig = Rig::new(config);
+        on_another_thread(&mut rig, |rig| {
+            let block = rig.malloc(200 * MIB, StreamHandle::PER_THREAD);
+            rig.write(StreamHandle::PER_THREAD, block);
+            rig.free(block);
+        });
+        let next = rig.malloc(200 * MIB, SIDE);
+        rig.write(SIDE, next);
+        rig.finish();
+    }
+}
+
+#[test]
+fn block_recorded_on_another_threads_own_stream_waits_for_that_stream() {
+    for config in POLICIES {
+        let mut rig = Rig::new(config);
+        let block = rig.malloc(4 * MIB, SIDE);
+        on_another_thread(&mut rig, |rig| {
+            rig.record_stream(block, StreamHandle::PER_THREAD);
+            rig.write(StreamHandle::PER_THREAD, block);
+        });
+        rig.free(block);
+        let other = rig.malloc(4 * MIB, SIDE);
+        assert_ne!(other, block, "{config}: the other thread's stream still writes it");
+        rig.write(SIDE, other);
+        rig.free(other);
+        // All that there is room for, but not beside what is pending.
+        let all = rig.malloc(if config == "policy:rallocator" { 254 } else { 240 } * MIB, SIDE);
+        rig.write(SIDE, all);
+        assert_eq!(rig.gpu.call_count(Call::SynchronizeDevice), 1, "{config}: nothing else can answer");
+        rig.finish();
+    }
+}
+
+#[test]
+fn thread_records_on_its_own_stream_what_other_threads_could_not() {
+    for config in POLICIES {
+        let mut rig = Rig::new(config);
+        let block = rig.malloc(4 * MIB, SIDE);
+        on_another_thread(&mut rig, |rig| {
+            rig.record_stream(block, StreamHandle::PER_THREAD);
+            rig.write(StreamHandle::PER_THREAD, block);
+            thread::scope(|scope| scope.spawn(|| rig.free(block)).join().expect("it does not panic"));
+            rig.gpu.complete(Some(StreamHandle::PER_THREAD)).expect("no fault");
+            rig.malloc(40 * MIB, SIDE);
+            assert_eq!(rig.stats().active_bytes.all.current, 40 * MIB, "{config}: the miss asked the event");
+        });
+        assert_eq!(rig.gpu.call_count(Call::SynchronizeDevice), 0);
         rig.finish();
     }
 }
