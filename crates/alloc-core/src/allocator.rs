@@ -439,7 +439,8 @@ impl<D: Driver> Allocator<D> {
     /// # Errors
     ///
     /// [`AllocError::Driver`] if no event could be recorded on it; the memory that it used is then held until a
-    /// synchronise of the stream's device. [`AllocError::Broken`] if a device is; the others forget the stream.
+    /// synchronise of the stream's device. So it is if the driver says that the stream is gone, which is no error.
+    /// [`AllocError::Broken`] if a device is; the others forget the stream.
     pub fn retire_stream(&self, stream: StreamHandle) -> Result<(), AllocError> {
         let mut result = Ok(());
         for device in self.devices.starting_with(DeviceId(0)) {

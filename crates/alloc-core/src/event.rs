@@ -123,8 +123,8 @@ pub(crate) enum Closed {
     Capturing,
     /// Nothing was recorded, since only the stream's own thread can: until it does, the device has to be synchronised.
     Elsewhere,
-    /// The stream is gone, and the device was synchronised instead.
-    Synchronized,
+    /// Nothing was recorded, since the stream is gone: the device has to be synchronised.
+    Gone,
     /// Nothing was recorded. A later event will answer for this epoch too.
     Failed,
 }
@@ -301,8 +301,7 @@ impl StreamTable {
                 let position = state.closed.partition_point(|(epoch, _)| *epoch < closing.epoch);
                 state.closed.insert(position, (closing.epoch, event));
             }
-            Closed::Elsewhere => state.refused = state.refused.max(closing.epoch),
-            Closed::Synchronized => self.finish(closing.stream, closing.epoch),
+            Closed::Elsewhere | Closed::Gone => state.refused = state.refused.max(closing.epoch),
             Closed::Capturing | Closed::Failed => {}
         }
     }

@@ -143,7 +143,7 @@ fn close_one<D: Driver>(driver: &D, closing: &Closing, spare: &mut Option<Event>
     match driver.capture_status(target) {
         Ok(CaptureStatus::None) => {}
         Ok(CaptureStatus::Active | CaptureStatus::Invalidated) => return Ok(Closed::Capturing),
-        Err(error) => return synchronize_for_dead_stream(driver, closing, error),
+        Err(error) => return unless_gone(error),
     }
     let event = match *spare {
         Some(event) => event,
@@ -154,7 +154,7 @@ fn close_one<D: Driver>(driver: &D, closing: &Closing, spare: &mut Option<Event>
             *spare = None;
             Ok(Closed::Recorded(event))
         }
-        Err(error) => synchronize_for_dead_stream(driver, closing, error),
+        Err(error) => unless_gone(error),
     }
 }
 
@@ -163,21 +163,12 @@ fn can_name(target: Target) -> bool {
     target.thread == 0 || target.thread == thread_number()
 }
 
-/// A stream that was destroyed can record nothing, but its work goes on: only the whole device can answer for it.
+/// A stream that was destroyed can record nothing, but its work goes on: only the whole device can answer for it. That is
+/// not waited for here, since it spoils what captures, and since a free waits for nothing.
 ///
 /// A real driver may crash instead of noticing it, so this is no way to treat streams that are known to be gone.
-fn synchronize_for_dead_stream<D: Driver>(
-    driver: &D,
-    closing: &Closing,
-    error: DriverError,
-) -> Result<Closed, DriverError> {
-    if error.status != Status::InvalidHandle {
-        return Err(error);
-    }
-    let former = driver.exchange_capture_mode(CaptureMode::Relaxed)?;
-    let result = driver.synchronize_device(closing.target.stream.device);
-    let _ = driver.exchange_capture_mode(former).or_else(|_| driver.exchange_capture_mode(former));
-    result.map(|()| Closed::Synchronized)
+fn unless_gone(error: DriverError) -> Result<Closed, DriverError> {
+    if error.status == Status::InvalidHandle { Ok(Closed::Gone) } else { Err(error) }
 }
 
 /// Asks about each stream's marks, oldest first, until one is not reached.

@@ -118,11 +118,7 @@ impl DeviceState {
             match closed {
                 Closed::Recorded(_) => self.set_deferred(closing.stream, false),
                 Closed::Capturing => self.set_deferred(closing.stream, true),
-                Closed::Synchronized => {
-                    self.stats.dead_streams += 1;
-                    self.stats.host_waits += 1;
-                    self.release_waiting(closing.stream);
-                }
+                Closed::Gone => self.stats.dead_streams += 1,
                 Closed::Elsewhere | Closed::Failed => {}
             }
         }

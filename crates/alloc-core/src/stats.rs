@@ -182,7 +182,7 @@ pub struct Stats {
     pub num_device_free: u64,
     /// Host waits of any kind, device synchronises among them.
     pub host_waits: u64,
-    /// Events that could not be recorded because the stream is gone: the device was synchronised instead.
+    /// Events that could not be recorded because the stream is gone: the device has to be synchronised instead.
     pub dead_streams: u64,
     /// Handles that were moved to another address.
     pub handles_moved: u64,

@@ -4,7 +4,7 @@ use std::thread;
 
 use alloc_core::{
     allocator::RecordOutcome,
-    driver::{Call, Status, sim::SimOptions},
+    driver::{Call, CaptureMode, Status, sim::SimOptions},
     id::{DeviceId, StreamHandle},
 };
 
@@ -81,17 +81,41 @@ fn full_device_waits_for_pending_blocks_and_searches_before_it_asks_the_driver()
 fn stream_that_the_driver_calls_dead_is_answered_for_by_a_device_synchronise() {
     for noticed_by in [Call::CaptureStatus, Call::RecordEvent] {
         let mut rig = Rig::new("policy:native");
-        let block = rig.malloc(4 * MIB, MAIN);
+        let block = rig.malloc(200 * MIB, MAIN);
         rig.record_stream(block, SIDE);
         rig.write(SIDE, block);
         rig.gpu.fail_next(noticed_by, 0, Status::InvalidHandle);
         rig.free(block);
         assert_eq!(rig.gpu.pending_faults(), 0, "the free asked for an event at once");
-        assert_eq!(rig.malloc(4 * MIB, MAIN), block);
+        assert_eq!((rig.stats().dead_streams, rig.gpu.host_waits()), (1, 0), "and waited for nothing");
+        for after in 0..2 {
+            rig.gpu.fail_next(noticed_by, after, Status::InvalidHandle);
+        }
+        assert_eq!(rig.malloc(200 * MIB, MAIN), block);
         rig.write(MAIN, block);
-        assert_eq!(rig.stats().dead_streams, 1);
+        assert_eq!(rig.gpu.call_count(Call::SynchronizeDevice), 1);
         rig.finish();
     }
+}
+
+#[test]
+fn stream_that_the_driver_calls_dead_spoils_no_capture() {
+    let capturing = StreamHandle(0x20);
+    let mut rig = Rig::new("policy:native");
+    let block = rig.malloc(4 * MIB, MAIN);
+    let known = rig.malloc(MIB, capturing);
+    rig.record_stream(block, SIDE);
+    rig.write(SIDE, block);
+    rig.gpu.begin_capture(capturing, CaptureMode::Global).expect("it can capture");
+    for after in 0..2 {
+        rig.gpu.fail_next(Call::RecordEvent, after, Status::InvalidHandle);
+    }
+    rig.free(block);
+    rig.malloc(40 * MIB, MAIN);
+    assert_eq!(rig.gpu.pending_faults(), 0, "the free and the miss asked for an event");
+    rig.gpu.end_capture(capturing).expect("the allocator spoils no capture");
+    rig.free(known);
+    rig.finish();
 }
 
 #[test]
