@@ -167,8 +167,8 @@ FAULTS = (
     Fault(
         "take a failed wait for a wait",
         "settle.rs",
-        "if result.is_ok() {\n            self.commit_done(marks);",
-        "{\n            self.commit_done(marks);",
+        "if result.is_ok() {\n            self.commit_done(answers);",
+        "{\n            self.commit_done(answers);",
     ),
     Fault(
         "take a new stream for the destroyed one of its handle",

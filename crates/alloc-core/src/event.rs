@@ -138,6 +138,15 @@ pub(crate) struct Mark {
     pub(crate) event: Event,
 }
 
+/// Marks that the driver was asked about or that were waited for.
+#[derive(Debug, Default)]
+pub(crate) struct Answers {
+    /// After a poll those that are reached, after a wait all that can be.
+    pub(crate) marks: Vec<Mark>,
+    /// Those that are no marks: a capture had begun on the stream just before the record, and has it.
+    pub(crate) captured: Vec<Mark>,
+}
+
 /// All streams that a device's memory was used on, of other devices too.
 #[derive(Debug, Default)]
 pub(crate) struct StreamTable {
@@ -339,11 +348,27 @@ impl StreamTable {
         state.done = state.done.max(epoch);
         state.recorded = state.recorded.max(epoch);
         let device = state.target.device;
-        while let Some((_, event)) = state.closed.pop_front_if(|(closed, _)| *closed <= epoch) {
-            match self.awaited.iter_mut().find(|awaited| awaited.event == event) {
-                Some(awaited) => awaited.retired = true,
-                None => self.idle.push((device, event)),
-            }
+        while let Some((_, event)) = self.streams[stream.index()].closed.pop_front_if(|(closed, _)| *closed <= epoch) {
+            self.recycle(device, event);
+        }
+    }
+
+    /// The mark will never be reached: what it was to answer for is left to the next event.
+    pub(crate) fn withdraw(&mut self, mark: &Mark) {
+        let state = &mut self.streams[mark.stream.index()];
+        // Another thread may have found that out first.
+        let position = state.closed.iter().position(|closed| *closed == (mark.epoch, mark.event));
+        let Some(position) = position else { return };
+        state.closed.remove(position);
+        state.recorded = state.closed.back().map_or(state.done, |(epoch, _)| *epoch);
+        self.recycle(mark.device, mark.event);
+    }
+
+    /// An event that stands for no mark any more is idle once no thread waits for it.
+    fn recycle(&mut self, device: DeviceId, event: Event) {
+        match self.awaited.iter_mut().find(|awaited| awaited.event == event) {
+            Some(awaited) => awaited.retired = true,
+            None => self.idle.push((device, event)),
         }
     }
 

@@ -6,7 +6,7 @@ use crate::{
     backing::mapping::Mapping,
     block::BlockId,
     driver::{Call, CaptureMode, CaptureStatus, Completion, Driver, DriverError, Status},
-    event::{Closed, Closing, Mark, Target},
+    event::{Answers, Closed, Closing, Mark, Target},
     id::{DevicePtr, Event, PhysicalHandle, Stream},
     plan::{
         Departure, Map, MapFailure, Obtain, ObtainError, Outcome, Plan, Release, ReleaseRun, Released, RunOutcome,
@@ -38,10 +38,7 @@ pub(crate) fn execute<D: Driver>(driver: &D, plan: Plan) -> Outcome {
 fn execute_relaxed<D: Driver>(driver: &D, plan: Plan) -> Outcome {
     match plan {
         Plan::Poll(marks) => poll(driver, &marks),
-        Plan::Wait(marks) => {
-            let result = marks.iter().try_for_each(|mark| driver.synchronize_event(mark.device, mark.event));
-            Outcome::Waited(marks, result)
-        }
+        Plan::Wait(marks) => wait(driver, marks),
         Plan::Synchronize(synchronize) => {
             let result = synchronize_unless_capturing(driver, &synchronize);
             Outcome::Synchronized(synchronize, result)
@@ -78,8 +75,8 @@ fn execute_relaxed<D: Driver>(driver: &D, plan: Plan) -> Outcome {
 /// The outcome of a plan of which no call was made.
 fn refuse(plan: Plan, error: DriverError) -> Outcome {
     match plan {
-        Plan::Poll(_) => Outcome::Polled(Vec::new(), Some(error)),
-        Plan::Wait(marks) => Outcome::Waited(marks, Err(error)),
+        Plan::Poll(_) => Outcome::Polled(Answers::default(), Some(error)),
+        Plan::Wait(marks) => Outcome::Waited(Answers { marks, captured: Vec::new() }, Err(error)),
         Plan::Synchronize(synchronize) => Outcome::Synchronized(synchronize, Err(error)),
         Plan::Obtain(obtain) => Outcome::Obtained(obtain, Err(ObtainError::Driver(error))),
         Plan::Reserve(reserve) => Outcome::Reserved(reserve, Err(error)),
@@ -173,13 +170,14 @@ fn unless_gone(error: DriverError) -> Result<Closed, DriverError> {
 
 /// Asks about each stream's marks, oldest first, until one is not reached.
 fn poll<D: Driver>(driver: &D, marks: &[Mark]) -> Outcome {
-    let mut reached = Vec::new();
+    let (mut reached, mut captured) = (Vec::new(), Vec::new());
     let mut first_error = None;
     for marks in marks.chunk_by(|one, other| one.stream == other.stream) {
         for mark in marks {
             match driver.query_event(mark.device, mark.event) {
                 Ok(Completion::Done) => reached.push(*mark),
                 Ok(Completion::Pending) => break,
+                Err(error) if is_captured(error) => captured.push(*mark),
                 Err(error) => {
                     first_error.get_or_insert(error);
                     break;
@@ -187,7 +185,34 @@ fn poll<D: Driver>(driver: &D, marks: &[Mark]) -> Outcome {
             }
         }
     }
-    Outcome::Polled(reached, first_error)
+    Outcome::Polled(Answers { marks: reached, captured }, first_error)
+}
+
+/// Waits for each mark that can be reached.
+fn wait<D: Driver>(driver: &D, marks: Vec<Mark>) -> Outcome {
+    let mut result = Ok(());
+    let mut captured = Vec::new();
+    for mark in &marks {
+        match driver.synchronize_event(mark.device, mark.event) {
+            Ok(()) => {}
+            Err(error) if is_captured(error) => captured.push(*mark),
+            Err(error) => {
+                result = Err(error);
+                break;
+            }
+        }
+    }
+    let marks = marks.into_iter().filter(|mark| !captured.contains(mark)).collect();
+    Outcome::Waited(Answers { marks, captured }, result)
+}
+
+/// Whether the driver says that the event was recorded inside a capture, and so never comes. No question asked before the
+/// record can rule that out: a capture may begin between the two.
+fn is_captured(error: DriverError) -> bool {
+    match error.call {
+        Call::SynchronizeEvent => error.status == Status::InvalidValue,
+        _ => error.status == Status::CapturedEvent,
+    }
 }
 
 fn synchronize_unless_capturing<D: Driver>(driver: &D, plan: &Synchronize) -> Result<bool, DriverError> {

@@ -10,7 +10,7 @@ use crate::{
     backing::{SpanIx, mapping::Mapping},
     block::BlockId,
     driver::DriverError,
-    event::{Closed, Closing, Mark, StreamIx, Target},
+    event::{Answers, Closed, Closing, Mark, StreamIx, Target},
     id::{DeviceId, DevicePtr, Event, PhysicalHandle, PoolId, Stream, StreamHandle},
     last_use::Epoch,
     pool_set::PoolIx,
@@ -314,9 +314,9 @@ pub(crate) enum Outcome {
     /// Each closing with what came of it, and the event that it did not use.
     Closed(Vec<(Closing, Closed, Option<Event>)>, Option<DriverError>),
     /// The marks that are reached.
-    Polled(Vec<Mark>, Option<DriverError>),
-    /// All marks waited for, and whether the wait went well.
-    Waited(Vec<Mark>, Result<(), DriverError>),
+    Polled(Answers, Option<DriverError>),
+    /// All marks, and whether the wait for those that can be reached went well.
+    Waited(Answers, Result<(), DriverError>),
     /// `Ok(false)`: a stream was capturing, and nothing was waited for.
     Synchronized(Synchronize, Result<bool, DriverError>),
     Obtained(Obtain, Result<DevicePtr, ObtainError>),

@@ -4,7 +4,7 @@ use crate::{
     block::{BlockId, BlockState},
     device::DeviceState,
     driver::DriverError,
-    event::{Closed, Closing, Mark, StreamIx},
+    event::{Answers, Closed, Closing, StreamIx},
     id::{DeviceId, Event},
     last_use::Epoch,
     plan::{Plan, Synchronize},
@@ -124,22 +124,25 @@ impl DeviceState {
         }
     }
 
-    /// Takes note of marks that are reached.
-    pub(crate) fn commit_done(&mut self, marks: &[Mark]) {
-        for mark in marks {
+    /// Takes note of marks that are reached, and of those that never will be.
+    pub(crate) fn commit_done(&mut self, answers: &Answers) {
+        for mark in &answers.marks {
             self.streams.finish(mark.stream, mark.epoch);
             self.release_waiting(mark.stream);
+        }
+        for mark in &answers.captured {
+            self.streams.withdraw(mark);
         }
     }
 
     /// Takes note of a host wait's end.
-    pub(crate) fn commit_wait(&mut self, marks: &[Mark], result: Result<(), DriverError>) {
-        for mark in marks {
+    pub(crate) fn commit_wait(&mut self, answers: &Answers, result: Result<(), DriverError>) {
+        for mark in answers.marks.iter().chain(&answers.captured) {
             self.streams.end_wait(mark);
         }
         self.stats.host_waits += 1;
         if result.is_ok() {
-            self.commit_done(marks);
+            self.commit_done(answers);
         }
     }
 

@@ -69,6 +69,27 @@ fn event_that_a_thread_waits_for_is_not_recycled_under_it() {
 }
 
 #[test]
+fn mark_that_is_never_reached_leaves_its_epoch_to_the_marks_beside_it() {
+    let (mut table, stream) = table();
+    for (number, epoch) in [(1, 1), (2, 2)] {
+        table.wait_for_current(stream, block(number), 512);
+        let closing = table.begin_close(stream, epoch).expect("no event yet");
+        table.commit_close(&closing, Closed::Recorded(Event(epoch)), None);
+    }
+    let marks = table.oldest_marks();
+    table.withdraw(&marks[1]);
+    table.withdraw(&marks[1]);
+    assert_eq!(table.unanswered(stream).collect::<Vec<_>>(), [block(2)]);
+    table.check().expect("consistent");
+    let closing = table.begin_close(stream, 2).expect("no event any more");
+    assert_eq!(closing.event, Some(Event(2)), "the event itself is as good as before");
+    table.commit_close(&closing, Closed::Recorded(Event(2)), None);
+    table.withdraw(&marks[0]);
+    assert!(table.unanswered(stream).next().is_none(), "the later mark answers for the earlier epoch");
+    table.check().expect("consistent");
+}
+
+#[test]
 fn epochs_closed_at_once_may_come_back_in_any_order() {
     let (mut table, stream) = table();
     table.wait_for_current(stream, block(1), 512);

@@ -10,6 +10,7 @@ mod foreign_sources;
 mod graphs;
 mod guests;
 mod history;
+mod meddling;
 mod memory;
 mod moving;
 mod pools_in_place;
