@@ -26,7 +26,7 @@ pub use tracking::{Tracked, Tracker};
 use crate::{
     config::Config,
     device::{DeviceState, Freed, Request},
-    driver::Driver,
+    driver::{Driver, DriverError},
     error::AllocError,
     event::{Closing, StreamIx, StreamKey},
     execute::execute,
@@ -66,7 +66,8 @@ pub enum RecordOutcome {
     Recorded,
     /// The address is not allocated here.
     NotOurs,
-    /// The driver does not know the stream. If it was destroyed, all its work was waited for.
+    /// The driver does not say which stream this is. The memory will not be reused before the host has waited, after the
+    /// free, for all devices that the process uses.
     UnknownStream,
     /// The state of the memory's device is broken, or that of a device that it may be on.
     Broken,
@@ -267,14 +268,24 @@ impl<D: Driver> Allocator<D> {
                 Outcome::CalledBack(callback.is_some_and(|callback| callback()))
             }
             Plan::Synchronize(mut synchronize) => {
-                if self.name_streams(&mut synchronize) {
-                    execute(&self.driver, Plan::Synchronize(synchronize))
-                } else {
-                    Outcome::Synchronized(synchronize, Ok(false))
+                match self.name_devices(&mut synchronize).map(|()| self.name_streams(&mut synchronize)) {
+                    Ok(true) => execute(&self.driver, Plan::Synchronize(synchronize)),
+                    refused => Outcome::Synchronized(synchronize, refused),
                 }
             }
             plan => execute(&self.driver, plan),
         }
+    }
+
+    /// Completes the devices, if all are meant: those in use here, and others whose streams the program may have named.
+    fn name_devices(&self, synchronize: &mut Synchronize) -> Result<(), DriverError> {
+        let Synchronize { devices, everywhere: true, .. } = synchronize else { return Ok(()) };
+        for id in (0..self.driver.device_count()?).map(DeviceId) {
+            if !devices.contains(&id) && (self.devices.get(id).is_some() || self.driver.is_active(id)?) {
+                devices.push(id);
+            }
+        }
+        Ok(())
     }
 
     /// Completes the streams that may be capturing while devices are synchronised, which would spoil the capture: other
@@ -400,32 +411,31 @@ impl<D: Driver> Allocator<D> {
             stream
         } else {
             drop(state);
-            let Ok(target) = self.resolve(key) else { return self.wait_for_unknown_stream(device) };
+            let target = self.target(key);
+            if let Ok(target) = target {
+                // Where its device cannot come into use, the stream is waited for all the same.
+                let _ = self.device(target.device);
+            }
             let Ok(locked) = device.fast() else { return RecordOutcome::Broken };
             state = locked;
-            admit(&mut state, key, target)
+            match target {
+                Ok(target) => admit(&mut state, key, target),
+                Err(_) => return record_unnamed(&mut state, address),
+            }
         };
         if state.record_stream(address, stream) { RecordOutcome::Recorded } else { RecordOutcome::NotOurs }
     }
 
-    /// The program names a stream that the driver does not know: if it had work, only a wait can tell that it is over.
-    fn wait_for_unknown_stream(&self, device: &Device) -> RecordOutcome {
-        let plan = device.fast().map(|mut state| {
-            state.stats.dead_streams += 1;
-            state.plan_synchronize_devices(vec![device.id])
-        });
-        let Ok(plan) = plan else { return RecordOutcome::Broken };
-        let outcome = self.carry_out(plan);
-        if let Ok(mut state) = device.fast() {
-            let _ = state.commit(outcome);
-        }
-        RecordOutcome::UnknownStream
-    }
-
     /// Which stream a key names. Asks the driver, and brings the stream's own device up if that is another one.
     fn resolve(&self, key: StreamKey) -> Result<Stream, AllocError> {
+        let target = self.target(key)?;
+        self.device(target.device)?;
+        Ok(target)
+    }
+
+    /// Which stream a key names. Asks the driver.
+    fn target(&self, key: StreamKey) -> Result<Stream, DriverError> {
         let device = if key.handle.is_default() { key.device } else { self.driver.stream_device(key.handle)? };
-        self.device(device)?;
         Ok(Stream { device, handle: key.handle })
     }
 
@@ -479,6 +489,17 @@ fn may_wait(rung: Rung) -> bool {
 fn admit(state: &mut DeviceState, key: StreamKey, target: Stream) -> StreamIx {
     // Another thread may have been first.
     state.streams.find(key).unwrap_or_else(|| state.streams.add(key, target))
+}
+
+/// Notes a use on a stream that the driver does not name. It may have work all the same, and may get more.
+#[cold]
+fn record_unnamed(state: &mut DeviceState, address: DevicePtr) -> RecordOutcome {
+    let unnamed = state.streams.unnamed(state.id);
+    if !state.record_stream(address, unnamed) {
+        return RecordOutcome::NotOurs;
+    }
+    state.stats.dead_streams += 1;
+    RecordOutcome::UnknownStream
 }
 
 /// What a call on `device` means by `handle`.

@@ -153,6 +153,8 @@ pub(crate) struct StreamTable {
     streams: Vec<StreamState>,
     /// The stream of the last call, which is nearly always that of the next.
     recent: usize,
+    /// What stands for every stream of which it could not be found out which one it is.
+    unnamed: Option<StreamIx>,
     /// Events that nobody needs now, with the device whose context they live in.
     idle: Vec<(DeviceId, Event)>,
     /// Events that some thread waits for on the host: not to be recorded again before it is back.
@@ -193,13 +195,25 @@ impl StreamTable {
         StreamIx(self.streams.len() as u32 - 1)
     }
 
+    /// What stands for every stream of which it could not be found out which one it is. No driver call names it; only when
+    /// all devices were synchronised is it over.
+    pub(crate) fn unnamed(&mut self, device: DeviceId) -> StreamIx {
+        // No call can mean it: threads are counted.
+        let key = StreamKey { handle: StreamHandle(u64::MAX), device, thread: u64::MAX };
+        let unnamed = self.unnamed.unwrap_or_else(|| self.add(key, Stream { device, handle: key.handle }));
+        self.unnamed = Some(unnamed);
+        unnamed
+    }
+
     pub(crate) fn ids(&self) -> impl Iterator<Item = StreamIx> + use<> {
         (0..self.streams.len() as u32).map(StreamIx)
     }
 
     /// The streams of `devices` that a driver call may name.
     pub(crate) fn live_targets(&self, devices: &[DeviceId]) -> Vec<Target> {
-        let live = self.streams.iter().filter(|state| !state.retired && devices.contains(&state.target.device));
+        let is_unnamed = |stream: &StreamIx| self.unnamed == Some(*stream);
+        let named = self.ids().filter(|stream| !is_unnamed(stream)).map(|stream| self.state(stream));
+        let live = named.filter(|state| !state.retired && devices.contains(&state.target.device));
         live.map(StreamState::target).collect()
     }
 
@@ -231,11 +245,22 @@ impl StreamTable {
     /// The devices of streams on which nothing can be recorded: only a synchronise of the whole device can tell that such a
     /// stream is over.
     pub(crate) fn unanswered_devices(&self) -> Vec<DeviceId> {
-        let unanswered = self.streams.iter().filter(|state| state.is_unanswered());
-        let mut devices: Vec<DeviceId> = unanswered.map(|state| state.target.device).collect();
+        let unanswered =
+            self.ids().filter(|stream| self.unnamed != Some(*stream) && self.state(*stream).is_unanswered());
+        let mut devices: Vec<DeviceId> = unanswered.map(|stream| self.target(stream).device).collect();
         devices.sort_unstable();
         devices.dedup();
         devices
+    }
+
+    /// Whether something waits for a stream of which it is not known which one it is.
+    pub(crate) fn awaits_unnamed(&self) -> bool {
+        self.unnamed.is_some_and(|stream| self.state(stream).is_unanswered())
+    }
+
+    /// Whether synchronises of all devices, or of these alone, answer for the stream.
+    pub(crate) fn is_answered_by(&self, stream: StreamIx, are_all: bool, devices: &[DeviceId]) -> bool {
+        if self.unnamed == Some(stream) { are_all } else { devices.contains(&self.target(stream).device) }
     }
 
     /// Lets a block of `size` bytes wait for `stream`'s current epoch. Returns whether that epoch should be closed now.
@@ -277,10 +302,14 @@ impl StreamTable {
     }
 
     /// Starts to close the open epoch of `stream`, if no event answers for `epoch` yet. Nothing can be recorded on a
-    /// retired stream.
+    /// retired stream, or on one without a name.
     pub(crate) fn begin_close(&mut self, stream: StreamIx, epoch: Epoch) -> Option<Closing> {
         let state = &mut self.streams[stream.index()];
         if epoch <= state.recorded || state.retired {
+            return None;
+        }
+        if self.unnamed == Some(stream) {
+            state.refused = state.refused.max(epoch);
             return None;
         }
         let closing = state.open;

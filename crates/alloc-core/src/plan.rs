@@ -62,6 +62,8 @@ impl Plan {
 #[derive(Debug)]
 pub(crate) struct Synchronize {
     pub(crate) devices: Vec<DeviceId>,
+    /// Whether all other devices of the process are meant too.
+    pub(crate) everywhere: bool,
     /// Streams of these devices: none of them may be capturing.
     pub(crate) streams: Vec<Target>,
     pub(crate) epochs: Vec<(StreamIx, Epoch)>,

@@ -95,20 +95,21 @@ impl DeviceState {
     }
 
     /// Device synchronises, if released private pools hold memory that waits for one, or nothing else can answer for
-    /// streams that are gone or other threads' own, of this device or of another.
+    /// streams that are gone or other threads' own, of this device or of another, or without a name.
     pub(crate) fn plan_synchronize(&mut self) -> Option<Plan> {
+        let everywhere = self.streams.awaits_unnamed();
         let mut devices = self.streams.unanswered_devices();
         if self.pools.has_unproven() && !devices.contains(&self.id) {
             devices.push(self.id);
         }
-        (!devices.is_empty()).then(|| self.plan_synchronize_devices(devices))
+        (everywhere || !devices.is_empty()).then(|| self.plan_synchronize_devices(devices, everywhere))
     }
 
-    /// Synchronises of these devices.
-    pub(crate) fn plan_synchronize_devices(&mut self, devices: Vec<DeviceId>) -> Plan {
+    /// Synchronises of these devices, or of all.
+    pub(crate) fn plan_synchronize_devices(&mut self, devices: Vec<DeviceId>, everywhere: bool) -> Plan {
         let streams = self.streams.live_targets(&devices);
         let epochs = self.streams.begin_synchronize();
-        Plan::Synchronize(Synchronize { devices, streams, epochs, releases: self.pools.releases() })
+        Plan::Synchronize(Synchronize { devices, everywhere, streams, epochs, releases: self.pools.releases() })
     }
 
     /// Takes note of closed epochs.
@@ -150,7 +151,7 @@ impl DeviceState {
     pub(crate) fn commit_synchronize(&mut self, synchronize: &Synchronize) {
         self.stats.host_waits += 1;
         for (stream, epoch) in &synchronize.epochs {
-            if synchronize.devices.contains(&self.streams.target(*stream).device) {
+            if self.streams.is_answered_by(*stream, synchronize.everywhere, &synchronize.devices) {
                 self.streams.finish(*stream, *epoch);
                 self.release_waiting(*stream);
             }

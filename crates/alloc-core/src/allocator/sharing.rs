@@ -164,7 +164,13 @@ impl<D: Driver> Allocator<D> {
     /// [`AllocError::Driver`] if the driver refuses; then the memory stays where it is, for good.
     pub fn close_import(&self, imported: &Imported) -> Result<bool, AllocError> {
         let Imported { device, base, mapped } = *imported;
-        let wait = Synchronize { devices: vec![device], streams: Vec::new(), epochs: Vec::new(), releases: 0 };
+        let wait = Synchronize {
+            devices: vec![device],
+            everywhere: false,
+            streams: Vec::new(),
+            epochs: Vec::new(),
+            releases: 0,
+        };
         let Outcome::Synchronized(_, is_idle) = self.carry_out(Plan::Synchronize(wait)) else {
             unreachable!("the outcome of a plan is of its kind")
         };

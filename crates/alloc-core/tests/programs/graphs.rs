@@ -132,7 +132,7 @@ impl World {
     }
 
     /// Settles the uses of a block by captures under way: what comes next on its own stream may be captured too.
-    pub(crate) fn settle_captured(&mut self, position: usize, by: Settle) -> Result<bool, Failure> {
+    pub(crate) fn settle_captured(&mut self, position: usize, by: Settle) -> Result<(), Failure> {
         let captured: Vec<(u64, Slot)> = self.held[position].captured.iter().copied().collect();
         for (number, slot) in captured {
             let capture = self.captures.iter().position(|capture| capture.number == number);
@@ -144,13 +144,13 @@ impl World {
             if !self.captures[capture].is_spoiled {
                 if by == Settle::Wait && is_member {
                     self.captured_wait(capture, own, slot)?;
-                } else if !self.record_on(position, slot)? {
-                    return Ok(false);
+                } else {
+                    self.record_on(position, slot)?;
                 }
             }
             self.held[position].captured.remove(&(number, slot));
         }
-        Ok(true)
+        Ok(())
     }
 
     pub(crate) fn end_capture(&mut self, capture: Pick, how: End) -> Result<Step, Failure> {

@@ -111,9 +111,10 @@ impl World {
 
     pub(crate) fn free_picked(&mut self, block: Pick, by: Settle) -> Result<Step, Failure> {
         let Some(position) = picked(block, self.held.len()) else { return Ok(Step::Skipped) };
-        if self.held[position].holders > 0 || !self.settle(position, by)? {
+        if self.held[position].holders > 0 {
             return Ok(Step::Skipped);
         }
+        self.settle(position, by)?;
         self.free(position, usize::from(block))
     }
 
@@ -211,12 +212,7 @@ impl World {
         self.drop_all_graphs()?;
         while !self.held.is_empty() {
             let last = self.held.len() - 1;
-            // A fault may make the first attempt at recording a stream fail.
-            let mut attempts = 0;
-            while !self.settle(last, Settle::Record)? {
-                attempts += 1;
-                ensure(attempts < 100, || format!("the uses of {:?} cannot be settled", self.held[last].address))?;
-            }
+            self.settle(last, Settle::Record)?;
             self.free(last, 0)?;
         }
         while !self.pins.is_empty() {

@@ -119,13 +119,62 @@ fn stream_that_the_driver_calls_dead_spoils_no_capture() {
 }
 
 #[test]
-fn stream_unknown_to_the_driver_is_answered_with_a_wait() {
-    let mut rig = Rig::new("policy:native");
+fn block_used_on_a_stream_that_the_driver_does_not_name_is_reused_after_a_wait() {
+    for status in [Status::InvalidHandle, Status::OutOfMemory] {
+        let mut rig = Rig::new("policy:native");
+        let block = rig.malloc(200 * MIB, MAIN);
+        rig.gpu.open_stream(SIDE).expect("the stream can be made");
+        rig.gpu.fail_next(Call::StreamContext, 0, status);
+        assert_eq!(rig.allocator.record_stream(block, SIDE), RecordOutcome::UnknownStream);
+        rig.write(SIDE, block);
+        assert_eq!(rig.gpu.host_waits(), 0, "the stream may get work yet");
+        rig.free(block);
+        let beside = rig.malloc(4 * MIB, MAIN);
+        rig.write(MAIN, beside);
+        assert_eq!(rig.gpu.host_waits(), 0, "there is room elsewhere");
+        assert_eq!(rig.malloc(200 * MIB, MAIN), block);
+        rig.write(MAIN, block);
+        assert_eq!(rig.gpu.call_count(Call::SynchronizeDevice), 1);
+        rig.finish();
+    }
+}
+
+#[test]
+fn stream_that_the_driver_does_not_name_may_be_of_any_device() {
+    let other = DeviceId(1);
+    for config in POLICIES {
+        let options = SimOptions { devices: 3, capacity_bytes: 256 * MIB, ..SimOptions::default() };
+        let mut rig = Rig::on(&format!("{config},peers:none"), options);
+        rig.gpu.set_current_device(other).expect("it exists");
+        rig.gpu.open_stream(SIDE).expect("the stream can be made");
+        rig.gpu.launch(SIDE, &[], &[], 1_000_000).expect("it touches nothing");
+        rig.gpu.set_current_device(DEVICE).expect("it exists");
+        let block = rig.malloc(200 * MIB, MAIN);
+        rig.gpu.fail_next(Call::StreamContext, 0, Status::Unknown);
+        assert_eq!(rig.allocator.record_stream(block, SIDE), RecordOutcome::UnknownStream);
+        rig.free(block);
+        rig.malloc(200 * MIB, MAIN);
+        assert_eq!(rig.gpu.call_count(Call::SynchronizeDevice), 2, "of the two devices that the process uses");
+        rig.finish();
+    }
+}
+
+#[test]
+fn stream_of_a_device_that_does_not_come_into_use_is_waited_for() {
+    let options = SimOptions { devices: 2, capacity_bytes: 256 * MIB, ..SimOptions::default() };
+    let mut rig = Rig::on("policy:native", options);
     let block = rig.malloc(4 * MIB, MAIN);
-    rig.gpu.fail_next(Call::StreamContext, 0, Status::InvalidHandle);
-    assert_eq!(rig.allocator.record_stream(block, StreamHandle(0x30)), RecordOutcome::UnknownStream);
+    rig.gpu.set_current_device(DeviceId(1)).expect("it exists");
+    rig.gpu.open_stream(SIDE).expect("the stream can be made");
+    rig.write(SIDE, block);
+    rig.gpu.set_current_device(DEVICE).expect("it exists");
+    rig.gpu.fail_next(Call::Attribute, 0, Status::Unknown);
+    rig.record_stream(block, SIDE);
+    assert_eq!(rig.gpu.pending_faults(), 0, "the device was to come into use");
     rig.free(block);
-    assert_eq!(rig.malloc(4 * MIB, MAIN), block);
+    let next = rig.malloc(4 * MIB, MAIN);
+    assert_ne!(next, block, "the other device still uses it");
+    rig.write(MAIN, next);
     rig.finish();
 }
 
