@@ -442,8 +442,10 @@ impl<D: Driver> Allocator<D> {
     /// Forgets a stream that the program is about to destroy: its handle may come back for another one.
     ///
     /// Has to be called before the stream is destroyed and after its last work was queued. An event is recorded on the
-    /// stream now, which answers for all memory that it used, freed or not; from then on the driver is never given the
-    /// handle. A stream that is destroyed without this call may crash a real driver, see
+    /// stream now, which answers for all memory that it used, freed or not; no call that begins from then on gives the
+    /// driver the handle. One that another thread is in the middle of (a request that finds no free block, a free, an
+    /// emptied cache) may have decided to before, and still do so: the stream may be destroyed once such calls have
+    /// returned. A stream that is destroyed without this call may crash a real driver, see
     /// [`Driver`](Driver#destroyed-streams).
     ///
     /// # Errors

@@ -253,7 +253,8 @@ impl SimulatedGpu {
     }
 
     /// Destroys a stream, without a word to the allocator. Its handle may come back for another one, so a correct program
-    /// has called [`retire_stream`](Allocator::retire_stream) before; after that the allocator never names the stream.
+    /// has called [`retire_stream`](Allocator::retire_stream) before; no call of the allocator that begins after that names
+    /// the stream.
     pub fn destroy_stream(&self, stream: StreamHandle) -> Result<()> {
         Ok(self.driver().destroy_stream(stream)?)
     }
