@@ -225,6 +225,30 @@ FAULTS = (
         "self.make_unmapped(*block);",
     ),
     Fault(
+        "leave a remainder at the end of a range",
+        "backing/paged.rs",
+        "round_up(round_up(total + total / 8, RANGE_GRANULARITY), handle_unit)",
+        "round_up(total + total / 8, RANGE_GRANULARITY)",
+    ),
+    Fault(
+        "keep emptied ranges where addresses have run out",
+        "ladder.rs",
+        "ladder.refused_range.is_some() && !release.runs.is_empty()",
+        "ladder.refused_range.is_some() && release.is_empty()",
+    ),
+    Fault(
+        "return emptied ranges where addresses are left",
+        "ladder.rs",
+        "ladder.refused_range.is_some() && !release.runs.is_empty()",
+        "!release.runs.is_empty()",
+    ),
+    Fault(
+        "forget a stream beside a broken device",
+        "allocator.rs",
+        "missing = RecordOutcome::Broken;\n                continue;",
+        "missing = RecordOutcome::Broken;\n                break;",
+    ),
+    Fault(
         "lend a block before its last use is over",
         "guest.rs",
         "let undone = uses.filter(|(stream, epoch)| *stream != own && !self.streams.is_done(*stream, *epoch));",
