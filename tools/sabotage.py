@@ -117,6 +117,18 @@ FAULTS = (
         "Ok(CaptureStatus::Active | CaptureStatus::Invalidated) => {}",
     ),
     Fault(
+        "record on the calling thread's own stream in place of another thread's",
+        "execute.rs",
+        "target.thread == 0 || target.thread == thread_number()",
+        "target.thread == 0 || thread_number() != 0",
+    ),
+    Fault(
+        "forget a use on a stream that the driver does not name",
+        "allocator.rs",
+        "if !state.record_stream(address, unnamed) {",
+        "if state.blocks.at(address.0).is_none() {",
+    ),
+    Fault(
         "make calls that a capture forbids",
         "execute.rs",
         "plan => match driver.exchange_capture_mode(CaptureMode::Relaxed) {",

@@ -21,4 +21,5 @@ mod properties;
 mod runner;
 mod sources;
 mod streams;
+mod threads;
 mod world;

@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// Programs of the main property: enough for each rare path to be walked a hundred times.
-const PROGRAMS: u64 = 12_000;
+pub(crate) const PROGRAMS: u64 = 12_000;
 /// The median program executes at least so many operations.
 const MEDIAN_MIN: usize = 80;
 
