@@ -121,7 +121,7 @@ pub(super) unsafe extern "C" fn find_block(address: *mut c_void, block: *mut Blo
 
 pub(super) extern "C" fn device_of(address: *mut c_void) -> i32 {
     let found = |address| process::for_notice().and_then(|backend| backend.device_of(address));
-    device_pointer(address).and_then(found).map_or(-1, |device| device.0 as i32)
+    device_pointer(address).and_then(found).map_or(-1, |device| device.0.cast_signed())
 }
 
 impl From<&BlockPicture> for Block {
