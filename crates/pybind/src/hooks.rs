@@ -100,7 +100,7 @@ pub(crate) fn free(pointer: Option<DevicePtr>, device: i32) -> bool {
 pub(crate) fn record_stream(pointer: Option<DevicePtr>, stream: StreamHandle) {
     let Some(pointer) = pointer else { return };
     notice(|backend| match backend.record_stream(pointer, stream) {
-        // An unknown stream was waited for instead, and a broken device hands out nothing any more.
+        // A use on a stream that the driver does not name is kept too, and a broken device hands out nothing any more.
         RecordOutcome::Recorded | RecordOutcome::UnknownStream | RecordOutcome::Broken => {}
         RecordOutcome::NotOurs => count(&FOREIGN_POINTERS),
     });
