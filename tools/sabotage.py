@@ -124,7 +124,7 @@ FAULTS = (
     ),
     Fault(
         "forget a use on a stream that the driver does not name",
-        "allocator.rs",
+        "allocator/streams.rs",
         "if !state.record_stream(address, unnamed) {",
         "if state.blocks.at(address.0).is_none() {",
     ),
@@ -190,7 +190,7 @@ FAULTS = (
     ),
     Fault(
         "record a default stream of the memory's own device only",
-        "allocator.rs",
+        "allocator/streams.rs",
         "Ok(current) => current.into_iter().collect(),",
         "Ok(_) => Vec::new(),",
     ),
@@ -256,7 +256,7 @@ FAULTS = (
     ),
     Fault(
         "forget a stream beside a broken device",
-        "allocator.rs",
+        "allocator/streams.rs",
         "missing = RecordOutcome::Broken;\n                continue;",
         "missing = RecordOutcome::Broken;\n                break;",
     ),

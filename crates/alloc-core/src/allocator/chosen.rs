@@ -3,7 +3,7 @@
 //! Of free blocks of one size the one with the lowest address is handed out. Which that is depends on where the driver
 //! put segments, so whoever follows a recording has to name the block.
 
-use crate::allocator::{Allocator, stream_key};
+use crate::allocator::{Allocator, streams::stream_key};
 use crate::block::{BlockId, BlockState};
 use crate::device::{DeviceState, Request};
 use crate::driver::Driver;
