@@ -245,13 +245,13 @@ FAULTS = (
     Fault(
         "keep emptied ranges where addresses have run out",
         "ladder.rs",
-        "ladder.refused_range.is_some() && !release.runs.is_empty()",
-        "ladder.refused_range.is_some() && release.is_empty()",
+        "ladder.refusal == Some(Refusal::Addresses) && !release.runs.is_empty()",
+        "ladder.refusal == Some(Refusal::Addresses) && release.is_empty()",
     ),
     Fault(
         "return emptied ranges where addresses are left",
         "ladder.rs",
-        "ladder.refused_range.is_some() && !release.runs.is_empty()",
+        "ladder.refusal == Some(Refusal::Addresses) && !release.runs.is_empty()",
         "!release.runs.is_empty()",
     ),
     Fault(

@@ -168,19 +168,35 @@ impl Rung {
 pub(crate) struct Ladder {
     pub(crate) request: Request,
     next: usize,
-    was_retried: bool,
-    was_called_back: bool,
+    attempt: Attempt,
     /// Whether the last rung's plan was for addresses, or emptied ranges whose addresses are wanted. That is no memory yet:
     /// the same rung goes on when it is done.
     is_making_room: bool,
-    /// The bytes of the last range that the driver was asked for, if it had no addresses for it.
-    pub(crate) refused_range: Option<u64>,
+    pub(crate) refusal: Option<Refusal>,
     /// The last rung below growth that failed: if nothing serves the request, this and no lack of memory is why.
     failure: Option<AllocError>,
     /// What a source gave and cannot be used, if it is to have it back, under no lock.
     pub(crate) unusable: Option<Departure>,
-    /// The private pool whose own source has given nothing.
-    pub(crate) refused_by: Option<PoolId>,
+}
+
+/// Which attempt at a request is under way. Each is made once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Attempt {
+    /// The one that has not come to the last growth yet.
+    First,
+    /// The one with what was given back for it: what torch counts as a retry.
+    Retry,
+    /// The last one, since the user's callback has run.
+    CalledBack,
+}
+
+/// Why there is nothing for a request, if not because the device is full.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    /// The source of this private pool gave nothing. Such a pool has no ranges, so never both.
+    Source(PoolId),
+    /// The driver had no addresses for the last range that it was asked for.
+    Addresses,
 }
 
 impl Ladder {
@@ -188,13 +204,11 @@ impl Ladder {
         Self {
             request,
             next: 0,
-            was_retried: false,
-            was_called_back: false,
+            attempt: Attempt::First,
             is_making_room: false,
-            refused_range: None,
+            refusal: None,
             failure: None,
             unusable: None,
-            refused_by: None,
         }
     }
 
@@ -227,11 +241,11 @@ impl DeviceState {
         let findings = Findings::default();
         while let Some(rung) = Rung::order(self.rules).get(ladder.next).copied() {
             ladder.next += 1;
-            if rung == Rung::GrowLast && !ladder.was_retried {
-                ladder.was_retried = true;
+            if rung == Rung::GrowLast && ladder.attempt == Attempt::First {
+                ladder.attempt = Attempt::Retry;
                 self.stats.num_alloc_retries += 1;
             }
-            if rung == Rung::CallBack && ladder.was_called_back {
+            if rung == Rung::CallBack && ladder.attempt == Attempt::CalledBack {
                 continue;
             }
             if matches!(rung, Rung::Wait | Rung::Synchronize) && self.is_beyond_reach(&ladder.request) {
@@ -241,7 +255,7 @@ impl DeviceState {
             ladder.is_making_room = match &plan {
                 Plan::Reserve(_) => true,
                 // Ranges stay for their pools to grow in again, but not if a request fails for them.
-                Plan::Release(release) => ladder.refused_range.is_some() && !release.runs.is_empty(),
+                Plan::Release(release) => ladder.refusal == Some(Refusal::Addresses) && !release.runs.is_empty(),
                 Plan::Unmap(_) => !matches!(rung, Rung::UnmapSurplus | Rung::UnmapStale),
                 _ => false,
             };
@@ -280,8 +294,7 @@ impl DeviceState {
         if !self.pools.is_live(pool) {
             let (stream, class) = (self.pools[pool].stream, self.pools[pool].class);
             self.leave(ladder);
-            ladder.refused_by = None;
-            ladder.refused_range = None;
+            ladder.refusal = None;
             ladder.request.pool = self.pools.of(None, stream, class);
             self.pools[ladder.request.pool].climbers += 1;
         }
@@ -380,19 +393,19 @@ impl DeviceState {
                         }
                     },
                     Err(ObtainError::OutOfMemory) => {
-                        ladder.refused_by = Some(obtain.user.pool);
+                        ladder.refusal = Some(Refusal::Source(obtain.user.pool));
                         Ok(None)
                     }
                     Err(ObtainError::Driver(error)) => refused(error),
                     Err(ObtainError::Source(error)) => Err(error.into()),
                 }
             }
-            Outcome::Reserved(reserve, Err(error)) => {
-                ladder.refused_range = error.is_out_of_memory().then_some(reserve.size);
+            Outcome::Reserved(_, Err(error)) => {
+                ladder.refusal = error.is_out_of_memory().then_some(Refusal::Addresses);
                 refused(error)
             }
             Outcome::Reserved(reserve, Ok(base)) => {
-                ladder.refused_range = None;
+                ladder.refusal = None;
                 self.commit_reserve(&reserve, base);
                 ladder.go_on();
                 Ok(None)
@@ -414,7 +427,7 @@ impl DeviceState {
                 Ok(None)
             }
             Outcome::CalledBack(has_freed) => {
-                ladder.was_called_back = true;
+                ladder.attempt = Attempt::CalledBack;
                 if has_freed {
                     ladder.next = 0;
                 }

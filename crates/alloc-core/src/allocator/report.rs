@@ -12,7 +12,7 @@ use crate::{
     error::{AllocError, OutOfMemory, PendingBytes},
     history::{Action, HistoryEvent, StackId},
     id::{DeviceId, DevicePtr, PoolId, StreamHandle},
-    ladder::Ladder,
+    ladder::{Ladder, Refusal},
     snapshot::{BlockPicture, DevicePicture, PictureState, SegmentPicture},
     stats::{Family, Stats},
 };
@@ -178,11 +178,12 @@ impl<D: Driver> Allocator<D> {
         let device_free = self.driver().memory_info(device.id).ok().map(|info| info.free_bytes);
         match device.fast() {
             Ok(mut state) => {
-                let refused_by = ladder.and_then(|ladder| ladder.refused_by);
-                let refused_range = ladder.and_then(|ladder| ladder.refused_range);
-                let addresses = refused_range.map(|_| state.addresses_in_ranges());
-                let report = state.on_out_of_memory(requested, device_free);
-                let report = OutOfMemory { refused_by, addresses, ..report };
+                let mut report = state.on_out_of_memory(requested, device_free);
+                match ladder.and_then(|ladder| ladder.refusal) {
+                    Some(Refusal::Source(pool)) => report.refused_by = Some(pool),
+                    Some(Refusal::Addresses) => report.addresses = Some(state.addresses_in_ranges()),
+                    None => {}
+                }
                 AllocError::OutOfMemory(Box::new(report))
             }
             Err(error) => error,
