@@ -167,7 +167,7 @@ FAULTS = (
     Fault(
         "keep the rest of a block instead of splitting it off",
         "device.rs",
-        "if pool.is_worth_splitting(request.rounded, whole.size - request.rounded, self.config.max_split_size) {",
+        "if pool.is_worth_splitting(request.rounded, rest, self.config.max_split_size) {",
         "if false {",
     ),
     Fault(
@@ -316,9 +316,45 @@ FAULTS = (
     ),
     Fault(
         "cut free blocks at the wrong end",
+        "cut.rs",
+        "mappings.are_whole(start, from_end) && !mappings.are_whole(start + size, block.end())",
+        "!mappings.are_whole(start, from_end) || mappings.are_whole(start + size, block.end())",
+    ),
+    Fault(
+        "cut the best fit whatever that pins",
+        "cut.rs",
+        "if pool.keeps_handles_whole() && pool.terms.may_split {",
+        "if pool.keeps_handles_whole() && !pool.terms.may_split {",
+    ),
+    Fault(
+        "cut an oversize block for an ordinary request, since that pins less",
+        "cut.rs",
+        " && !self.is_spared(*block, request)",
+        "",
+    ),
+    Fault(
+        "spare a handle that is used in part already",
+        "cut.rs",
+        "block.address <= handle.address && handle.end() <= block.end()",
+        "handle.end() <= block.end()",
+    ),
+    Fault(
+        "begin every request where its block begins",
+        "cut.rs",
+        "if boundary <= from_end {",
+        "if boundary < block.address {",
+    ),
+    Fault(
+        "forget what is left before a cut",
+        "cut.rs",
+        "index.insert(FreeBlock { size, ..whole });",
+        "",
+    ),
+    Fault(
+        "take large handles however much lies idle",
         "backing/moving.rs",
-        "mappings.are_whole(start, end - size) && !mappings.are_whole(start + size, end)",
-        "!mappings.are_whole(start, end - size) || mappings.are_whole(start + size, end)",
+        "if self.is_much_idle() { size / 2 } else { size }",
+        "if self.is_much_idle() { size } else { size }",
     ),
     Fault(
         "move memory although that is off",

@@ -5,7 +5,7 @@
 //! [`settle`](crate::settle) (events), [`backing`](crate::backing) (growth) and [`release`](crate::release).
 
 use crate::{
-    backing::{SpanTable, moving::cuts_end},
+    backing::SpanTable,
     block::{BlockId, BlockState},
     block_table::BlockTable,
     config::{Config, Policy},
@@ -143,13 +143,13 @@ impl DeviceState {
     /// Serves the request from a free block of its pool, if one fits.
     #[inline]
     pub(crate) fn malloc(&mut self, request: &Request) -> Option<DevicePtr> {
-        let block = self.fitting(request)?;
+        let block = self.best_cut(self.best_fit(request)?, request);
         Some(self.hand_out_whole(block, request, None))
     }
 
     /// The block that torch's rules choose for the request.
     #[inline]
-    fn fitting(&self, request: &Request) -> Option<FreeBlock> {
+    fn best_fit(&self, request: &Request) -> Option<FreeBlock> {
         let index = &self.pools[request.pool].index;
         let mut block = index.best_fit(request.rounded)?;
         if self.rules == Policy::Expandable {
@@ -161,16 +161,18 @@ impl DeviceState {
                 block = next;
             }
         }
-        if let Some(limit) = self.config.max_split_size {
-            let serves_ordinary = request.rounded < limit;
-            let spared = serves_ordinary && block.size >= limit;
-            let too_large =
-                !serves_ordinary && block.size >= request.rounded.saturating_add(self.config.max_non_split_rounding);
-            if spared || too_large {
-                return None;
-            }
+        if self.is_spared(block, request) { None } else { Some(block) }
+    }
+
+    /// Whether `max_split_size` keeps the block from serving the request: then it keeps each larger one from that too.
+    #[inline]
+    pub(crate) fn is_spared(&self, block: FreeBlock, request: &Request) -> bool {
+        let Some(limit) = self.config.max_split_size else { return false };
+        if request.rounded < limit {
+            block.size >= limit
+        } else {
+            block.size >= request.rounded.saturating_add(self.config.max_non_split_rounding)
         }
-        Some(block)
     }
 
     /// The bytes that an unmapped block right after this one has.
@@ -197,21 +199,11 @@ impl DeviceState {
         let mut after = Pieces::default();
         let (mut id, mut size) = (whole.id, whole.size);
         pool.index.remove(whole);
-        if pool.is_worth_splitting(request.rounded, whole.size - request.rounded, self.config.max_split_size) {
+        let rest = size - request.rounded;
+        if pool.is_worth_splitting(request.rounded, rest, self.config.max_split_size) {
+            id = self.cut(whole, request);
             size = request.rounded;
-            let rest_size = whole.size - size;
-            let granularity = self.capabilities.granularity_bytes;
-            let mappings = || self.spans[self.blocks[id].span].mappings();
-            let cuts_end = pool.keeps_handles_whole() && cuts_end(whole, size, granularity, mappings);
-            let back = self.blocks.split(id, if cuts_end { rest_size } else { size });
-            let rest = if cuts_end {
-                id = back;
-                FreeBlock { size: rest_size, ..whole }
-            } else {
-                FreeBlock { size: rest_size, address: whole.address + size, id: back }
-            };
-            pool.index.insert(rest);
-            after = Pieces::one(rest.size);
+            after = Pieces::one(rest);
         }
         if !is_paged {
             self.stats.on_inactive_split(class, before, after);

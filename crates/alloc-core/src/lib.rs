@@ -15,6 +15,7 @@ mod block_table;
 pub mod check;
 pub mod checkpoint;
 pub mod config;
+mod cut;
 mod device;
 pub mod driver;
 pub mod error;

@@ -27,6 +27,11 @@ pub(crate) struct FreeBlock {
 }
 
 impl FreeBlock {
+    #[inline]
+    pub(crate) fn end(&self) -> u64 {
+        self.address + self.size
+    }
+
     /// Size first, then address, as one number: one comparison without a branch.
     fn rank(&self) -> u128 {
         u128::from(self.size) << 64 | u128::from(self.address)

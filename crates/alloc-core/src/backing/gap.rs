@@ -292,7 +292,7 @@ impl DeviceState {
         self.pools[request.pool].unmapped.values().rev().any(|id| self.blocks[*id].size >= missing)
     }
 
-    pub(super) fn whole_granules(&self, bytes: u64) -> u64 {
+    pub(crate) fn whole_granules(&self, bytes: u64) -> u64 {
         round_up(bytes, self.capabilities.granularity_bytes)
     }
 }

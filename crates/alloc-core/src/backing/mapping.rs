@@ -52,11 +52,15 @@ impl Mappings {
         self.by_address.range(first..to).map(|(_, mapping)| *mapping).filter(move |mapping| from < mapping.end())
     }
 
+    /// The handle that begins before the address and ends after it.
+    pub(crate) fn across(&self, address: u64) -> Option<Mapping> {
+        let (_, before) = self.by_address.range(..address).next_back()?;
+        (address < before.end()).then_some(*before)
+    }
+
     /// Whether no handle with memory between the two addresses, all of which have some, reaches beyond them.
     pub(crate) fn are_whole(&self, from: u64, to: u64) -> bool {
-        let is_across =
-            |address| self.by_address.range(..address).next_back().is_some_and(|(_, mapping)| address < mapping.end());
-        !is_across(from) && !is_across(to)
+        self.across(from).is_none() && self.across(to).is_none()
     }
 
     /// Whether every address between the two has memory.
@@ -141,6 +145,8 @@ mod tests {
         let mappings = mappings(&[(0, 20), (20, 10), (30, 20)]);
         assert!(mappings.are_whole(0, 50) && mappings.are_whole(20, 30));
         assert!(!mappings.are_whole(5, 30) && !mappings.are_whole(20, 45) && !mappings.are_whole(15, 35));
+        assert_eq!(mappings.across(25).map(|mapping| mapping.address), Some(20));
+        assert_eq!((mappings.across(30), mappings.across(50)), (None, None));
     }
 
     #[test]

@@ -17,7 +17,7 @@ use rustc_hash::FxHashSet;
 use crate::{
     backing::{
         gap::{Gap, Means, Piece},
-        mapping::{Mapping, Mappings},
+        mapping::Mapping,
     },
     block::{BlockId, BlockState},
     config::{CrossStreamReuse, Move, Policy},
@@ -26,7 +26,6 @@ use crate::{
     id::PhysicalHandle,
     last_use::Epoch,
     plan::{Donor, Hole, Map, Plan, Return, Source},
-    pool::FreeBlock,
     pool_set::{PoolIx, Terms},
     size::{MIB, SMALL_SEGMENT, SizeClass},
 };
@@ -47,6 +46,9 @@ const LARGE_HANDLE_MAX: u64 = 128 * MIB;
 /// The last handles of a gap halve down to the driver's granularity: a later request that is a little smaller then
 /// leaves little behind in a handle that is used in part, and there is small change to fill other gaps exactly.
 const HANDLES_PER_REST: u64 = 2;
+/// All of them are half as large while more than this many thousandths of what is reserved are idle: whatever could move has
+/// moved when new memory is needed, so what is idle then lies in handles that are used in part.
+const IDLE_PERMILLE: u64 = 12;
 /// Memory may grow without a second thought up to this many thousandths of what the program needs at once.
 const GROWTH_PERMILLE: u64 = 1006;
 /// Where new memory is needed besides, a stream waits for others only if they spare this part of the request.
@@ -382,27 +384,16 @@ impl DeviceState {
                 let most = self.limit.min(self.refused.unwrap_or(self.capabilities.total_bytes));
                 let room = most.saturating_sub(self.stats.reserved_bytes.all.current);
                 let of_gap = share.max(missing / HANDLES_PER_GAP).min(HANDLE_MAX).min(room / HANDLES_PER_ROOM);
-                of_gap.max((missing / HANDLES_PER_LARGE_GAP).min(LARGE_HANDLE_MAX))
+                let size = of_gap.max((missing / HANDLES_PER_LARGE_GAP).min(LARGE_HANDLE_MAX));
+                if self.is_much_idle() { size / 2 } else { size }
             }
         };
         self.whole_granules(size.max(1))
     }
-}
 
-/// Whether `size` bytes are cut from the end of a free block and not from its start: only then are all handles of what is
-/// left whole, so that they can move.
-///
-/// Else from the start, also where less would be left in handles used in part: the neighbour there is most often the
-/// younger one, so blocks that are freed in the order in which they came leave one gap, and not many.
-///
-/// Most blocks begin where no handle of that granularity can, so that one reaches beyond them: then nothing is looked up.
-pub(crate) fn cuts_end<'a>(whole: FreeBlock, size: u64, granularity: u64, mappings: impl Fn() -> &'a Mappings) -> bool {
-    let (start, end) = (whole.address, whole.address + whole.size);
-    let is_boundary = |address: u64| address.trailing_zeros() >= granularity.trailing_zeros();
-    if !is_boundary(start) || !is_boundary(end - size) {
-        debug_assert!(!mappings().are_whole(start, end - size), "a handle begins at no multiple of the granularity");
-        return false;
+    /// Whether so much of what is reserved is idle that smaller handles are worth their calls.
+    fn is_much_idle(&self) -> bool {
+        let (reserved, active) = (self.stats.reserved_bytes.all.current, self.stats.active_bytes.all.current);
+        reserved.saturating_sub(active) > reserved / 1000 * IDLE_PERMILLE
     }
-    let mappings = mappings();
-    mappings.are_whole(start, end - size) && !mappings.are_whole(start + size, end)
 }

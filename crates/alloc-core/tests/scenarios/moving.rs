@@ -46,6 +46,29 @@ fn nothing_moves_where_a_little_growth_serves() {
 }
 
 #[test]
+fn new_handles_are_half_as_large_while_much_is_idle_and_cannot_move() {
+    let options = SimOptions { capacity_bytes: 64 << 30, ..SimOptions::default() };
+    let mut rig = Rig::on("policy:rallocator", options);
+    let handles_for = |rig: &mut Rig, size| {
+        let before = rig.gpu.call_count(Call::CreateHandle);
+        let block = rig.malloc(size, MAIN);
+        (block, rig.gpu.call_count(Call::CreateHandle) - before)
+    };
+    let (whole, few) = handles_for(&mut rig, 224 * MIB);
+    rig.free(whole);
+    // Each of its handles of 32 MiB is used in part.
+    let parts: Vec<DevicePtr> = (0..14).map(|_| rig.malloc(16 * MIB, MAIN)).collect();
+    assert_eq!(rig.reserved(), 224 * MIB);
+    for part in parts.iter().step_by(2) {
+        rig.free(*part);
+    }
+    let (_, many) = handles_for(&mut rig, 224 * MIB);
+    assert_eq!((rig.stats().handles_moved, rig.reserved()), (0, 432 * MIB), "only the free block at the end helps");
+    assert_eq!((few, many), (11, 16), "of 32 MiB for 224, and of 16 for 208");
+    rig.finish();
+}
+
+#[test]
 fn free_block_that_is_too_small_is_part_of_the_gap_that_is_filled() {
     let mut rig = Rig::new("policy:rallocator");
     let elsewhere = rig.malloc(8 * MIB, MAIN);
