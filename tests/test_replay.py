@@ -171,7 +171,7 @@ def test_peak_allocated_is_the_same_for_every_policy_and_counted_by_hand(name: s
         ("lora_checkpoint", 0.99, 0.01),
         ("kv_decode", 0.99, 0.01),
         ("moe", 0.965, 0.035),
-        ("unet_varsize", 0.984, 0.01),  # What moves without a limit was not chosen by this one: it came later.
+        ("unet_varsize", 0.984, 0.012),  # What moves without a limit was not chosen by this one: it came later.
     ],
 )
 def test_rallocator_wastes_little_memory_and_time_whatever_the_lag(
