@@ -178,7 +178,7 @@ def test_demo_without_a_gpu_replays_the_shipped_history_in_ten_seconds(tmp_path:
     assert done.returncode == 0
     assert "no training on a GPU, since" in done.stderr
     assert "71.22 GiB" in done.stdout
-    assert "23.60 GiB" in done.stdout
+    assert "23.49 GiB" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
