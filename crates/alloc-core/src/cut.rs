@@ -22,7 +22,7 @@ impl DeviceState {
     /// The block that the request is best cut from, given the best fit.
     #[inline]
     pub(crate) fn best_cut(&self, best_fit: FreeBlock, request: &Request) -> FreeBlock {
-        // Most requests leave less than a granule: then nothing is looked up.
+        // Most requests leave less than a granule, which pins nothing: then nothing is looked up.
         if best_fit.size - request.rounded < self.capabilities.granularity_bytes {
             return best_fit;
         }
@@ -30,7 +30,7 @@ impl DeviceState {
         if pool.keeps_handles_whole() && pool.terms.may_split { self.least_pinned(best_fit, request) } else { best_fit }
     }
 
-    /// Of the blocks that are hardly larger than the best fit, the one of which the cut pins least; of equals the smallest.
+    /// Of the blocks that are less than twice as large as the best fit, the one of which the cut pins least; of equals the smallest.
     #[inline(never)]
     fn least_pinned(&self, best_fit: FreeBlock, request: &Request) -> FreeBlock {
         let index = &self.pools[request.pool].index;
@@ -60,7 +60,8 @@ impl DeviceState {
 
     /// Where the `size` bytes begin that are cut from a free block of a pool that keeps handles whole.
     ///
-    /// From the end only if all handles of what is left before are whole then, and not if cut from the start. Else from
+    /// Large requests of whole granules begin with the first granule, if that fits. From the end only if all handles between
+    /// there and the request are whole then, and not if cut from the start. Else from
     /// the start, also where less would be left in handles used in part: the neighbour there is most often the younger
     /// one, so blocks that are freed in the order in which they came leave one gap, and not many.
     #[inline(never)]
@@ -235,14 +236,6 @@ mod tests {
         let used_in_part = device.free_block(&[16 * MIB], 2 * MIB, 0);
         device.free_block(&[10 * MIB, 8 * MIB], 0, 0);
         assert_eq!(device.chosen(10 * MIB), used_in_part);
-    }
-
-    #[test]
-    fn rest_of_less_than_a_granule_is_left_without_a_look() {
-        let mut device = Device::new();
-        let best_fit = device.free_block(&[16 * MIB], 0, 3 * MIB);
-        device.free_block(&[12 * MIB, 2 * MIB], 0, 0);
-        assert_eq!(device.chosen(12 * MIB), best_fit);
     }
 
     #[test]

@@ -39,15 +39,15 @@ const HANDLE_MAX: u64 = 32 * MIB;
 /// And to this share of what the limit leaves to be reserved, or the device as far as the driver has not refused it: where
 /// that is little, memory counts more than calls do.
 const HANDLES_PER_ROOM: u64 = 512;
-/// But a very large gap is filled with this many handles at most, whatever their size …
+/// But a very large gap is filled with this many handles, or twice as many where much is idle, whatever their size …
 const HANDLES_PER_LARGE_GAP: u64 = 112;
 /// … up to this one.
 const LARGE_HANDLE_MAX: u64 = 128 * MIB;
 /// The last handles of a gap halve down to the driver's granularity: a later request that is a little smaller then
 /// leaves little behind in a handle that is used in part, and there is small change to fill other gaps exactly.
 const HANDLES_PER_REST: u64 = 2;
-/// All of them are half as large while more than this many thousandths of what is reserved are idle: whatever could move has
-/// moved when new memory is needed, so what is idle then lies in handles that are used in part.
+/// All of them are half as large while more than this many thousandths of what is reserved are idle: most of
+/// what could move has moved when much new memory is needed, so what is idle then lies in handles that are used in part.
 const IDLE_PERMILLE: u64 = 12;
 /// Memory may grow without a second thought up to this many thousandths of what the program needs at once.
 const GROWTH_PERMILLE: u64 = 1006;
