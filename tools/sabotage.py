@@ -325,8 +325,14 @@ FAULTS = (
     Fault(
         "cut the best fit whatever that pins",
         "cut.rs",
-        "if pool.keeps_handles_whole() && pool.terms.may_split {",
+        "if pool.keeps_handles_whole() && pool.terms.may_split && self.may_lend(request.pool) {",
         "if pool.keeps_handles_whole() && !pool.terms.may_split {",
+    ),
+    Fault(
+        "give up the best fit where handles do not move",
+        "cut.rs",
+        " && self.may_lend(request.pool) {",
+        " {",
     ),
     Fault(
         "cut an oversize block for an ordinary request, since that pins less",
@@ -391,8 +397,8 @@ FAULTS = (
     Fault(
         "move a handle out of a pool whose memory stays where it is",
         "backing/moving.rs",
-        "self.pools.is_releasable(*pool) && self.moving_of(*pool) == Move::On;",
-        "self.pools.is_releasable(*pool);",
+        "self.pools.is_releasable(pool) && self.moving_of(pool) == Move::On",
+        "self.pools.is_releasable(pool)",
     ),
     Fault(
         "serve what must stay where it is from a pool that moves",

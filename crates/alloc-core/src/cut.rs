@@ -27,7 +27,11 @@ impl DeviceState {
             return best_fit;
         }
         let pool = &self.pools[request.pool];
-        if pool.keeps_handles_whole() && pool.terms.may_split { self.least_pinned(best_fit, request) } else { best_fit }
+        if pool.keeps_handles_whole() && pool.terms.may_split && self.may_lend(request.pool) {
+            self.least_pinned(best_fit, request)
+        } else {
+            best_fit
+        }
     }
 
     /// Of the blocks that are less than twice as large as the best fit, the one of which the cut pins least; of equals the smallest.
@@ -60,9 +64,8 @@ impl DeviceState {
 
     /// Where the `size` bytes begin that are cut from a free block of a pool that keeps handles whole.
     ///
-    /// Large requests of whole granules begin with the first granule, if that fits. From the end only if all handles between
-    /// there and the request are whole then, and not if cut from the start. Else from
-    /// the start, also where less would be left in handles used in part: the neighbour there is most often the younger
+    /// Large requests of whole granules begin with the first granule, if that fits and handles may move. From the end only if
+    /// all handles between there and the request are whole then, and not if cut from the start. Else from the start, also where less would be left in handles used in part: the neighbour there is most often the younger
     /// one, so blocks that are freed in the order in which they came leave one gap, and not many.
     #[inline(never)]
     fn start_of_cut(&self, block: FreeBlock, size: u64) -> u64 {
@@ -70,7 +73,8 @@ impl DeviceState {
         let is_boundary = |address: u64| address.trailing_zeros() >= granularity.trailing_zeros();
         let from_end = block.end() - size;
         let mut start = block.address;
-        if size >= GRANULES_TO_ALIGN * granularity && is_boundary(size) {
+        let may_align = || self.may_lend(self.blocks[block.id].pool);
+        if size >= GRANULES_TO_ALIGN * granularity && is_boundary(size) && may_align() {
             let boundary = self.whole_granules(start);
             if boundary <= from_end {
                 start = boundary;
@@ -117,7 +121,7 @@ mod tests {
             mapping::{Mapping, Mappings},
         },
         block::BlockState,
-        config::Config,
+        config::{Config, Move},
         driver::Capabilities,
         event::StreamIx,
         id::{DeviceId, PhysicalHandle},
@@ -245,6 +249,16 @@ mod tests {
         device.free_block(&[10 * MIB, 8 * MIB], 0, 0);
         device.state.pools[device.pool].terms.may_split = false;
         assert_eq!(device.chosen(10 * MIB), best_fit);
+    }
+
+    #[test]
+    fn where_handles_do_not_move_the_best_fit_is_cut_from_its_start() {
+        let mut device = Device::new();
+        let spared = device.free_block(&[64 * MIB], MIB, 24 * MIB);
+        let best_fit = device.free_block(&[24 * MIB], 0, 0);
+        assert_eq!((device.chosen(16 * MIB), device.offset_of_cut(spared, 16 * MIB)), (spared, MIB));
+        device.state.pools[device.pool].terms.moving = Move::Off;
+        assert_eq!((device.chosen(16 * MIB), device.offset_of_cut(spared, 16 * MIB)), (best_fit, 0));
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! A caching allocator for GPU memory, for any driver that does what [`driver::Driver`] says.
 //!
 //! Start at [`allocator::Allocator::malloc`]; the files follow one request in this order: `allocator` (locks), `device`
-//! (the cached path), `cut` (which part of which free block), `ladder` (what is tried on a miss), `settle`, `backing`, `release` (the plans of each rung),
-//! `execute` (their driver calls). What they stand on: `block`, `block_table`, `pool`, `pool_set`, `event`, `last_use`.
+//! (the cached path), `cut` (which part of which free block), `ladder` (what is tried on a miss), `settle`, `backing`,
+//! `release` (the plans of each rung), `execute` (their driver calls). What they stand on: `block`, `block_table`, `pool`, `pool_set`, `event`, `last_use`.
 
 #![cfg_attr(not(feature = "cuda"), forbid(unsafe_code))]
 #![cfg_attr(feature = "cuda", deny(unsafe_code))]

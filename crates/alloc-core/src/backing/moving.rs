@@ -206,6 +206,11 @@ impl DeviceState {
         }
     }
 
+    /// Whether idle handles of the pool may move to where other memory is needed.
+    pub(crate) fn may_lend(&self, pool: PoolIx) -> bool {
+        self.pools.is_releasable(pool) && self.moving_of(pool) == Move::On
+    }
+
     /// Whole idle handles that may be moved for the request: large ones first, which take the fewest calls, and of those
     /// the ones in the smallest idle blocks, which serve few requests as they are.
     fn donors(&self, request: &Request, lenders: Lenders) -> Vec<Donor> {
@@ -220,8 +225,7 @@ impl DeviceState {
                 || (lenders == Lenders::AfterWait && asking.is_some() && self.may_wait_for(stream))
         };
         let mut donors: Vec<(u64, Donor)> = Vec::new();
-        let may_leave = |pool: &PoolIx| self.pools.is_releasable(*pool) && self.moving_of(*pool) == Move::On;
-        let lent = self.pools.ids().filter(may_leave);
+        let lent = self.pools.ids().filter(|pool| self.may_lend(*pool));
         // No handle is smaller than the driver's granularity, and most idle blocks are.
         let handle_min = self.capabilities.granularity_bytes;
         for entry in lent.flat_map(|pool| self.pools[pool].index.iter_from(handle_min)) {
